@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prepare and restore: a float model becomes an int8 one in place, and back.
+
+Layers are swapped by class, so the user's model stays the same object with the same parameters under the same names.
+What stays float keeps a sentence that says why; `summary` prints it.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import warnings
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, fx, nn
+
+from byteback.nn import Int8Conv1d, Int8Conv2d, Int8Conv3d, Int8Layer, Int8Linear
+from byteback.nn.layer import Shared, reset_calls
+from byteback.recipes import Recipe, resolve
+
+INT8_CLASSES: dict[type[nn.Module], type[Int8Layer]] = {
+    nn.Conv1d: Int8Conv1d,
+    nn.Conv2d: Int8Conv2d,
+    nn.Conv3d: Int8Conv3d,
+    nn.Linear: Int8Linear,
+}
+FLOAT_REASON = "byteback_float_reason"
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def prepare(model: nn.Module, recipe: Recipe | str = "unified-int8", *, keep_float: Sequence[str] = ()) -> nn.Module:
+    """Makes the model train in int8, in place, and returns it.
+
+    The first convolution and every Linear stay float unless the recipe says otherwise, as in the papers. `keep_float`
+    lists shell wildcards of layers (or of modules, with all that is in them) that stay float too.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    >>> prepare(model, "plain-int8")[2].__class__.__name__
+    'Int8Conv2d'
+    """
+    recipe = resolve(recipe)
+    _check_fresh(model)
+    layers = _layers(model)
+    reasons = {name: _why_float(module, recipe) for name, module in layers.items()}
+    _keep_by_wildcard(layers, reasons, keep_float)
+    first = None if recipe.first_conv else first_convolution(model)
+    for name, module in layers.items():
+        if module is first and reasons[name] is None:
+            reasons[name] = "the first convolution, as in the papers"
+    if all(reason is not None for reason in reasons.values()):
+        raise ValueError(_nothing_to_convert(model, reasons))
+    shared, seed = Shared(), torch.initial_seed()
+    for number, (name, module) in enumerate(layers.items()):
+        reason = reasons[name]
+        if reason is not None:
+            setattr(module, FLOAT_REASON, reason)
+            continue
+        module.__class__ = INT8_CLASSES[type(module)]
+        assert isinstance(module, Int8Layer)
+        module.attach(
+            recipe, seed=seed, layer=number, name=name or type(model).__name__, shared=shared, counts_calls=True
+        )
+    model.register_forward_pre_hook(reset_calls)
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Gives the plain torch model back, in place: same object, same weights, no trace of int8.
+
+    >>> model = prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), "plain-int8")
+    >>> type(restore(model)[1]).__name__
+    'Conv2d'
+    """
+    for layer in int8_layers(model, "restore").values():
+        layer.detach()
+    for module in model.modules():
+        module.__dict__.pop(FLOAT_REASON, None)
+        for handle, hook in list(module._forward_pre_hooks.items()):
+            if hook is reset_calls:
+                del module._forward_pre_hooks[handle]
+    return model
+
+
+def enabled(model: nn.Module, on: bool = True) -> nn.Module:
+    """Switches a prepared model to float (False) and back to int8 (True): for a warm-up, or to find a problem."""
+    for layer in int8_layers(model, "enabled").values():
+        layer.enabled = bool(on)
+    return model
+
+
+def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state without quantizers: it loads with strict=True into the model as it was before `prepare`."""
+    own = {f"{name}.quantizers." if name else "quantizers." for name in int8_layers(model, "float_state_dict")}
+    return {key: value for key, value in model.state_dict().items() if not key.startswith(tuple(own))}
+
+
+def int8_layers(model: nn.Module, asked_by: str) -> dict[str, Int8Layer]:
+    """The int8 layers of a model by name; an error where there are none."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Int8Layer)}
+    if not found:
+        raise ValueError(
+            f"{asked_by}: this {type(model).__name__} has no int8 layer, so there is nothing to do. "
+            "Call byteback.prepare(model, recipe) first."
+        )
+    return found
+
+
+def first_convolution(model: nn.Module) -> nn.Module | None:
+    """The first convolution in execution order; in registration order where the model cannot be traced."""
+    registered = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
+    if isinstance(model, _CONVOLUTIONS) or len(registered) < 2:
+        return registered[0] if registered else None
+    try:
+        # A copy that shares its tensors: tracing runs the user's forward, which may write to the module.
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        twin = copy.deepcopy(model, shared)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = fx.Tracer().trace(twin)
+    except Exception:
+        return registered[0]
+    for node in graph.nodes:
+        if node.op == "call_module" and isinstance(twin.get_submodule(node.target), _CONVOLUTIONS):
+            return model.get_submodule(node.target)
+    return registered[0]
+
+
+def _check_fresh(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepare: got a {type(model).__name__}, but only an nn.Module can be prepared.")
+    for name, module in model.named_modules():
+        if isinstance(module, Int8Layer):
+            raise ValueError(
+                f"prepare: {name or type(model).__name__!r} is an {type(module).__name__} already; preparing a model twice "
+                "would lose its quantizer state. Call byteback.restore(model) first."
+            )
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every layer that could be meant for int8, whether it can or not."""
+    kinds = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def _why_float(module: nn.Module, recipe: Recipe) -> str | None:
+    """Why a layer stays float, whatever the user asked for; None where it can be int8."""
+    if isinstance(module, _TRANSPOSED):
+        return "transposed convolutions have no int8 kernel yet"
+    if isinstance(module, nn.Linear) and not recipe.linear:
+        return "Linear, as in the papers (Recipe.linear converts it)"
+    if type(module) not in INT8_CLASSES:
+        base = next(cls.__name__ for cls in type(module).__mro__ if cls in INT8_CLASSES)
+        return f"a subclass of {base} ({type(module).__name__}) whose forward may differ"
+    dtype = module.weight.dtype  # type: ignore[union-attr]
+    if dtype != torch.float32:
+        return f"its weight is {dtype}, and master weights are float32"
+    return None
+
+
+def _keep_by_wildcard(
+    layers: dict[str, nn.Module], reasons: dict[str, str | None], keep_float: Sequence[str]
+) -> None:
+    if isinstance(keep_float, str):
+        raise TypeError(f"prepare: keep_float is the string {keep_float!r}; pass a list of wildcards, [{keep_float!r}].")
+    for pattern in keep_float:
+        matched = [name for name in layers if any(fnmatchcase(part, pattern) for part in _ancestry(name))]
+        if not matched:
+            near = difflib.get_close_matches(pattern, layers, n=3, cutoff=0.4) or list(layers)[:3]
+            raise ValueError(
+                f"prepare: keep_float has {pattern!r}, which matches none of the model's {len(layers)} convolutions and "
+                f"Linear layers, so it would silently do nothing. Near names: {', '.join(near)}."
+            )
+        for name in matched:
+            reasons[name] = reasons[name] or f"kept float by {pattern!r}"
+
+
+def _ancestry(name: str) -> list[str]:
+    """The layer's name and those of the modules around it.
+
+    >>> _ancestry("layer1.0.conv1")
+    ['layer1.0.conv1', 'layer1.0', 'layer1']
+    """
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def _nothing_to_convert(model: nn.Module, reasons: dict[str, str | None]) -> str:
+    where = f"prepare: {type(model).__name__} has"
+    if not reasons:
+        return f"{where} no convolution and no Linear layer, so nothing in it could run in int8."
+    listed = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in list(reasons.items())[:5])
+    return (
+        f"{where} no layer left for int8 ({listed}). Change keep_float, or the recipe's first_conv and linear, so that at "
+        "least one layer runs in int8."
+    )

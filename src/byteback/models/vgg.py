@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VGG-16 with batch norm for 32x32 images: torchvision's features, and a single linear layer as the head.
+
+Five max-pools take 32x32 to 1x1, so the 512 features go straight into the head. torchvision's own head of three
+layers has 120 million parameters, made for 7x7 feature maps; its VGG class is not used so as not to build that first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+from byteback.torchvision_compat import load
+
+
+def vgg16_bn(num_classes: int) -> nn.Module:
+    """torchvision's vgg16_bn features and one linear layer, initialized as torchvision does."""
+    vgg = load().models.vgg
+    features: nn.Sequential = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
+    classifier = nn.Linear(512, num_classes)
+    for layer in features:
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    nn.init.normal_(classifier.weight, 0.0, 0.01)
+    nn.init.zeros_(classifier.bias)
+    return nn.Sequential(OrderedDict(features=features, flatten=nn.Flatten(), classifier=classifier))

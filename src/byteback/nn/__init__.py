@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLOOR 3: layers. Subclasses of torch's own, with the same parameters under the same names.
+
+Read `functional.py` (where the three products meet), then `layer.py` (what the layers share), `conv.py`, `linear.py`,
+`numerics.py` (what a layer remembers) and `products.py` (the products themselves).
+"""
+
+from byteback.nn.conv import Int8Conv1d, Int8Conv2d, Int8Conv3d
+from byteback.nn.layer import Int8Layer
+from byteback.nn.linear import Int8Linear
+
+__all__ = ["Int8Conv1d", "Int8Conv2d", "Int8Conv3d", "Int8Layer", "Int8Linear"]

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Int8Layer: what Int8Conv1d/2d/3d and Int8Linear share. A torch layer plus a little.
+
+`attach` turns a torch layer into its int8 self in place (same object, same parameters, same hooks), `detach` turns it
+back. A layer counts its calls within one forward of the prepared model, so that a module with several call sites keeps
+their statistics apart.
+
+Rules for dtypes: weights are float32. The input is float32; under autocast any float is taken, the product runs from
+float32, and the output has autocast's dtype, as torch's own layer would give it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from byteback.nn.functional import RECOMPUTED, Int8Product
+from byteback.nn.numerics import LayerNumerics
+from byteback.nn.products import Products
+from byteback.quantize import CALL_SLOTS, DEVIATION
+from byteback.recipes import Recipe, resolve
+
+if TYPE_CHECKING:
+    _Base = nn.Module
+else:
+    _Base = object
+
+_SILENT_BACKWARDS = 100  # with the hook installed, so many backward passes without a step are worth a word
+
+
+class Shared:
+    """What the layers of one prepared model have in common."""
+
+    def __init__(self) -> None:
+        self.warned = False
+
+
+class Int8Layer(_Base):
+    """Mixin for a torch layer whose products run in int8."""
+
+    recipe: Recipe
+    quantizers: LayerNumerics
+    weight: nn.Parameter
+    float_class: type[nn.Module]
+
+    def attach(
+        self, recipe: Recipe | str, *, seed: int, layer: int, name: str, shared: Shared | None = None, counts_calls: bool = False
+    ) -> None:
+        """Gives the layer its recipe and its memory."""
+        self.recipe = resolve(recipe)
+        self.name = name
+        self.enabled = True
+        self.hooked = False
+        self.shared = shared or Shared()
+        self.counts_calls = counts_calls
+        self.calls = 0
+        channels = self.channels()
+        self.quantizers = LayerNumerics(self.recipe, *channels, seed=seed, layer=layer, name=name).to(self.weight.device)
+
+    def detach(self) -> None:
+        """Makes the layer the plain torch layer that it was."""
+        del self.quantizers
+        for attribute in ("recipe", "name", "enabled", "hooked", "shared", "counts_calls", "calls"):
+            del self.__dict__[attribute]
+        self.__class__ = self.float_class  # type: ignore[assignment]
+
+    def channels(self) -> tuple[int, int]:
+        """(C, K): input and output channels."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a loaded model has no optimizer of ours behind it.
+        return {**self.__dict__, "hooked": False}
+
+    def run(self, x: Tensor, products: Products) -> Tensor:
+        """The product without bias, under the dtype rules above."""
+        self._check_dtypes(x)
+        device = x.device.type
+        slot = self._next_slot()
+        if not torch.is_autocast_enabled(device):
+            return Int8Product.apply(x, self.weight, self, products, slot)  # type: ignore[no-any-return,no-untyped-call]
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            output = Int8Product.apply(x.float(), self.weight, self, products, slot)  # type: ignore[no-untyped-call]
+        return output.to(dtype)  # type: ignore[no-any-return]
+
+    def _check_dtypes(self, x: Tensor) -> None:
+        if self.weight.dtype != torch.float32:
+            raise TypeError(
+                f"{self.name}: weight is {self.weight.dtype}, but int8 training keeps its master weights in float32. "
+                "Leave the model in float32 (model.float()) and use torch.autocast for the layers around it."
+            )
+        if x.device != self.weight.device:
+            raise RuntimeError(
+                f"{self.name}: input is on {x.device} and weight on {self.weight.device}; a product needs both on one "
+                f"device. Move the input with .to({str(self.weight.device)!r})."
+            )
+        if x.dtype != torch.float32 and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+            raise TypeError(
+                f"{self.name}: input is {x.dtype}, but int8 layers take float32 (any float under autocast). "
+                "Call .float() on the input."
+            )
+
+    # ---- call slots ----
+
+    def _next_slot(self) -> int:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return RECOMPUTED
+        if not self.counts_calls:
+            return 0
+        slot = min(self.calls, CALL_SLOTS - 1)
+        self.calls += 1
+        return slot
+
+    def backward_slot(self, slot: int) -> int:
+        """The slot of a backward pass. Reentrant checkpointing runs it on a recomputed forward, whose ordinal is lost."""
+        if slot != RECOMPUTED:
+            return slot
+        if self.calls > 1:
+            raise RuntimeError(
+                f"{self.name}: this layer is called {self.calls} times in one forward and reentrant checkpointing recomputes "
+                "it, so which call a gradient belongs to is unknown. Use checkpoint(..., use_reentrant=False)."
+            )
+        return 0
+
+    # ---- the world outside ----
+
+    def rank(self) -> int:
+        """This process's rank: replicas must not share their noise."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank()
+        return 0
+
+    def learning_rate_factor(self) -> float:
+        """φ of this layer, from the worst direction deviation among its calls; 1 without a rule or before any search."""
+        rule, gradient = self.recipe.learning_rate, self.quantizers.grad_output
+        if rule is None or not self.enabled or not bool(gradient.initialized.any()):
+            return 1.0
+        return rule.factor(float(gradient.observed[:, DEVIATION].max()))
+
+    def watch_for_hook(self) -> None:
+        """Warns once if a recipe that acts on the optimizer's step never sees one."""
+        if torch.compiler.is_compiling() or self.shared.warned or not self.training:
+            return
+        if self.recipe.learning_rate is None and self.recipe.on_nonfinite != "skip":
+            return
+        count, iteration = int(self.quantizers.count), int(self.quantizers.iteration)
+        period = getattr(self.recipe.grad_output.clip, "period", 1)
+        missing = not self.hooked and iteration >= max(period, 2)
+        silent = self.hooked and iteration == 0 and count >= _SILENT_BACKWARDS
+        if missing or silent:
+            self.shared.warned = True
+            reason = "no optimizer is connected" if missing else f"no optimizer step was seen in {count} backward passes"
+            warnings.warn(
+                f"{self.name}: {type(self.recipe).__name__} acts on the optimizer's step (learning-rate factors, skipped "
+                f"steps), but {reason}, so it trains without that part. Call "
+                "byteback.scale_learning_rates(optimizer, model) with the optimizer whose step() you call.",
+                stacklevel=3,
+            )
+
+
+def reset_calls(model: nn.Module, _: Any) -> None:
+    """Forward pre-hook of a prepared model: a new forward begins (unless checkpointing recomputes an old one)."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        return
+    for module in model.modules():
+        if isinstance(module, Int8Layer):
+            module.calls = 0

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Int8Linear: torch's Linear with all three products in int8. The papers keep Linear in float; a recipe may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from byteback.nn.conv import next_layer_number
+from byteback.nn.layer import Int8Layer
+from byteback.nn.products import LinearProducts
+from byteback.recipes import Recipe
+
+
+class Int8Linear(Int8Layer, nn.Linear):
+    """nn.Linear in int8; takes a `recipe` besides torch's own arguments.
+
+    >>> Int8Linear(4, 2, recipe="plain-int8")(torch.randn(3, 5, 4)).shape
+    torch.Size([3, 5, 2])
+    """
+
+    float_class = nn.Linear
+
+    def __init__(self, *args: Any, recipe: Recipe | str = "unified-int8", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.attach(recipe, seed=torch.initial_seed(), layer=next_layer_number(), name=type(self).__name__)
+
+    def channels(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
+
+    def forward(self, input: Tensor) -> Tensor:
+        """output = input @ weightᵀ + bias, over the last axis."""
+        if not self.enabled:
+            return super().forward(input)
+        if input.dim() < 1 or input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{self.name}: input has shape {tuple(input.shape)}, but this layer takes (..., {self.in_features}). "
+                "Check what feeds it."
+            )
+        rows = input.reshape(-1, self.in_features)
+        output = self.run(rows, LinearProducts())
+        if self.bias is not None:
+            output = output + self.bias.to(output.dtype)
+        return output.reshape(*input.shape[:-1], self.out_features)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LayerNumerics: all that one int8 layer remembers. A child module, so that it moves, copies and saves with the layer.
+
+Everything is a fixed-shape buffer. A checkpoint of the float network, which has none of these keys, loads with
+strict=True and resets them; a checkpoint that has some but not all of them is an error, since half a state is a bug.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from byteback import ops
+from byteback.ops.limits import NUMERICS_VERSION
+from byteback.quantize import Quantizer, Settings, TensorRule, register
+from byteback.recipes import Recipe
+
+GRADIENT_ROLES = ("grad_output", "grad_output_for_weight")
+
+
+def signed64(seed: int) -> int:
+    """A 64-bit seed as int64 holds it.
+
+    >>> signed64(2**64 - 1)
+    -1
+    """
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+class LayerNumerics(nn.Module):
+    """Noise counter, iteration and quantizers of one layer.
+
+    seed, layer, count   name the noise of the next gradient; count rises with every gradient that is quantized
+    iteration            optimizer steps seen (or backward passes, where no optimizer hook is installed)
+    nonfinite            how many tensors with NaN or Inf were met
+    """
+
+    seed: Tensor
+    layer: Tensor
+    count: Tensor
+    iteration: Tensor
+    nonfinite: Tensor
+    numerics_version: Tensor
+
+    def __init__(self, recipe: Recipe, in_channels: int, out_channels: int, seed: int, layer: int, name: str) -> None:
+        super().__init__()
+        for buffer, value in (
+            ("numerics_version", NUMERICS_VERSION),
+            ("seed", signed64(seed)),
+            ("layer", layer),
+            ("count", 0),
+            ("iteration", 0),
+            ("nonfinite", 0),
+        ):
+            self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64))
+        self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True)
+        self.grad_output = Quantizer(_entries(recipe.grad_output, out_channels), tracks=False)
+        own = recipe.grad_output_for_weight
+        self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False) if own else None
+        self.settings = _settings(recipe, name)
+        self.handles = {field: register(settings) for field, settings in self.settings.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Handles belong to a process, so a copy from another one gets its own."""
+        super().__setstate__(state)
+        self.handles = {field: register(settings) for field, settings in self.settings.items()}
+
+    def next_noise_key(self, rank: int, count_iteration: bool) -> Tensor:
+        """The key for this gradient's noise; the next gradient gets another one."""
+        key = ops.noise_key(self.seed, self.layer, self.count, rank)
+        self.count.add_(1)
+        if count_iteration:
+            self.iteration.add_(1)
+        return key
+
+    def reset(self) -> None:
+        """Forgets everything but the seed and the layer's number."""
+        for quantizer in (self.input, self.grad_output, self.grad_output_for_weight):
+            if quantizer is not None:
+                quantizer.reset()
+        for counter in (self.count, self.iteration, self.nonfinite):
+            counter.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerNumerics:
+        super()._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        own = {prefix + name for name in self.state_dict()}
+        if not own & state_dict.keys():
+            self.reset()
+            # What is here now counts as loaded, for this module and for its children.
+            state_dict.update(self.state_dict(prefix=prefix))
+        version = state_dict.get(prefix + "numerics_version")
+        if version is not None and int(version) != NUMERICS_VERSION:
+            warnings.warn(
+                f"{prefix[:-1]}: the checkpoint was written with numerics version {int(version)}, this build has "
+                f"{NUMERICS_VERSION}; training goes on, but not with the bits that the old version would have given.",
+                stacklevel=2,
+            )
+            state_dict[prefix + "numerics_version"] = torch.tensor(NUMERICS_VERSION)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _entries(rule: TensorRule, channels: int) -> int:
+    return channels if rule.per == "K" else 1
+
+
+def _settings(recipe: Recipe, name: str) -> dict[str, Settings]:
+    rules = {
+        "input": recipe.input,
+        "weight": recipe.weight,
+        "grad_output": recipe.grad_output,
+        "grad_output_for_weight": recipe.grad_output_for_weight or recipe.grad_output,
+    }
+    return {
+        field: Settings(
+            rule=rule,
+            role="grad_output" if field in GRADIENT_ROLES else field,
+            layer=name,
+            on_nonfinite=recipe.on_nonfinite,
+            observe_every=recipe.observe_every,
+            momentum=recipe.momentum,
+        )
+        for field, rule in rules.items()
+    }

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLOOR 0: tensors in, tensors out. Integer products, quantization and statistics; no recipe, no module.
+
+Read `limits.py` (the contract's numbers), `scale_rule.py` (what may be multiplied with what), `reference.py` and
+`statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema.py` (how PyTorch sees them).
+
+Tensors of integers come as a pair (values: int8, scale: float32); the granularity is the shape of `scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from byteback.ops import schema  # noqa: F401  (defines the operators)
+from byteback.ops.statistics import sum_channels
+
+__all__ = [
+    "absmax",
+    "conv_int8",
+    "conv_int8_grad_input",
+    "conv_int8_grad_weight",
+    "cosine_slope_terms",
+    "cosine_terms",
+    "dot_terms",
+    "matmul_int8",
+    "moments",
+    "noise_key",
+    "quantize",
+    "sum_channels",
+    "tail_count",
+]
+
+_ops = torch.ops.byteback
+
+
+def quantize(x: Tensor, clip: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q = round(clamp(x * (127 / clip), ±127)), scale = clip / 127; to nearest, or stochastically with a noise key.
+
+    Returns the int8 values, the scale (shaped as `clip`), the counts (|x| > clip, non-finite) and max|x|.
+
+    >>> x = torch.tensor([[-4.0, 0.1, 2.0]])
+    >>> values, scale, counts, peak = quantize(x, torch.tensor([[2.0]]))
+    >>> values.tolist(), counts.tolist(), peak.item()
+    ([[-127, 6, 127]], [1, 0], 4.0)
+    """
+    return _ops.quantize(x, clip, key)  # type: ignore[no-any-return]
+
+
+def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int = 0) -> Tensor:
+    """The key of one gradient's noise: an int64 pair, different for each (seed, rank, layer, count)."""
+    return _ops.noise_key(seed, layer, count, rank)  # type: ignore[no-any-return]
+
+
+def absmax(x: Tensor, axis: int = -1) -> Tensor:
+    """max|x|, over everything (-1) or for each index of `axis`; the other axes become ones. NaN if any element is.
+
+    >>> absmax(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), axis=1).tolist()
+    [[2.0, 3.0]]
+    """
+    return _ops.absmax(x, axis)  # type: ignore[no-any-return]
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Per channel max|x|, Σx and Σx², each of shape (1, C, 1, ...); the sums are float64 with defined bits.
+
+    >>> [m.flatten().tolist() for m in moments(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))]
+    [[2.0, 3.0], [3.0, -2.5], [5.0, 9.25]]
+    """
+    return _ops.moments(x)  # type: ignore[no-any-return]
+
+
+def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
+    """Per channel, how many |x| exceed the threshold (one for all, or one per channel)."""
+    return _ops.tail_count(x, threshold)  # type: ignore[no-any-return]
+
+
+def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """(x·x̂, x̂·x̂, x·x) in float64, x̂ = values · scale: for the cosine between a tensor and its quantized self.
+
+    >>> q = torch.tensor([[6, 8]], dtype=torch.int8)
+    >>> dot_terms(torch.tensor([[3.0, 4.0]]), q, torch.tensor([[0.5]])).tolist()
+    [25.0, 25.0, 25.0]
+    """
+    return _ops.dot_terms(x, values, scale)  # type: ignore[no-any-return]
+
+
+def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
+    """One row (x·q, q·q, x·x) for each candidate clip, with q rounded to nearest under that clip."""
+    return _ops.cosine_terms(x, clips)  # type: ignore[no-any-return]
+
+
+def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
+    """(x·q, q·q, x·x, x·d, q·d), d being 127 times the derivative of the quantized tensor by its clip."""
+    return _ops.cosine_slope_terms(x, clip)  # type: ignore[no-any-return]
+
+
+def conv_int8(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+) -> Tensor:
+    """output = (x ⋆ w) · (x_scale · w_scale): exact int8 convolution in one to three dimensions, float32 result."""
+    return _ops.conv_int8(x, x_scale, w, w_scale, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+
+
+def conv_int8_grad_input(
+    g: Tensor,
+    g_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    input_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+) -> Tensor:
+    """grad_input = (g ⋆ᵀ w) · (g_scale · w_scale)."""
+    return _ops.conv_int8_grad_input(  # type: ignore[no-any-return]
+        g, g_scale, w, w_scale, input_size, stride, padding, dilation, groups
+    )
+
+
+def conv_int8_grad_weight(
+    g: Tensor,
+    g_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+) -> Tensor:
+    """grad_weight = (g ⋆ x) · (g_scale · x_scale), summed exactly over N, OH, OW however deep that is."""
+    return _ops.conv_int8_grad_weight(  # type: ignore[no-any-return]
+        g, g_scale, x, x_scale, weight_size, stride, padding, dilation, groups
+    )
+
+
+def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """(a @ b) · (a_scale · b_scale), exact; scales may vary along a's rows and b's columns.
+
+    >>> a, b = torch.tensor([[1, 2]], dtype=torch.int8), torch.tensor([[3], [4]], dtype=torch.int8)
+    >>> matmul_int8(a, torch.tensor([[0.5]]), b, torch.tensor([[2.0]])).tolist()
+    [[11.0]]
+    """
+    return _ops.matmul_int8(a, a_scale, b, b_scale)  # type: ignore[no-any-return]

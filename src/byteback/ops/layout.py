@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory formats: PyTorch's rule for a convolution's output, written out so that real and fake kernels agree.
+
+The rule: channels_last if the input or the weight is, else contiguous. Ambiguous shapes (one channel, one pixel)
+count as contiguous, as they do in PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether PyTorch would suggest channels_last for this tensor."""
+    if x.dim() not in _CHANNELS_LAST:
+        return False
+    strides, sizes = x.stride(), x.shape
+    if strides[1] == 0:
+        return False
+    least = 0
+    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+        if strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(sizes[dim], 1)
+    return True
+
+
+def empty_like_product(shape: list[int], *operands: Tensor) -> Tensor:
+    """An empty float32 result of a product, in the memory format that PyTorch would give it."""
+    last = any(is_channels_last(operand) for operand in operands)
+    memory_format = _CHANNELS_LAST[len(shape)] if last else torch.contiguous_format
+    return torch.empty(shape, dtype=torch.float32, device=operands[0].device, memory_format=memory_format)

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators as PyTorch sees them: schemas, kernels, fake kernels, and the checks at the door.
+
+Every operator is defined once here. Its kernel is the reference; its fake gives the shape, dtype and strides that the
+kernel will give, so that `torch.compile` can trace through it. Arguments are checked here and trusted from here on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from byteback.ops import layout, reference, statistics
+from byteback.ops.scale_rule import check_scale
+
+_library = torch.library.Library("byteback", "DEF")
+
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Registers one operator: `schema` starts with its name."""
+    name = schema.split("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"byteback::{name}", fake, lib=_library)
+
+
+# ---- checks at the door ----------------------------------------------------------------------------------------------
+
+
+def _check_int8(op: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int8:
+            raise TypeError(
+                f"{op}: {name} has dtype {tensor.dtype}, but the product is of int8 integers. "
+                "Quantize it first with byteback.ops.quantize."
+            )
+
+
+def check_float(op: str, name: str, x: Tensor, least_rank: int = 2) -> None:
+    if x.dtype != torch.float32:
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}, but only float32 is quantized. Call .float() on it.")
+    if x.dim() < least_rank:
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(x.shape)}, but it needs an N and a C axis: the noise and the statistics are "
+            "defined in N, ..., C order. Reshape it, for example with unsqueeze(0)."
+        )
+
+
+def _output_size(
+    op: str,
+    input_size: Sequence[int],
+    weight_size: Sequence[int],
+    geometry: tuple[list[int], list[int], list[int], int],
+) -> list[int]:
+    """The output's shape, after everything about the geometry was checked."""
+    stride, padding, dilation, groups = geometry
+    spatial = len(input_size) - 2
+    if spatial not in (1, 2, 3) or len(weight_size) != spatial + 2:
+        raise ValueError(
+            f"{op}: input has shape {tuple(input_size)} and weight {tuple(weight_size)}; a convolution takes N, C and one "
+            "to three spatial axes on both sides. Add the missing axis."
+        )
+    for name, values, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        if len(values) != spatial or any(value < least for value in values):
+            raise ValueError(
+                f"{op}: {name} is {list(values)}; it needs {spatial} integers of at least {least}, one for each spatial axis."
+            )
+    if groups < 1 or weight_size[0] % groups or input_size[1] != weight_size[1] * groups:
+        raise ValueError(
+            f"{op}: input has {input_size[1]} channels, weight has shape {tuple(weight_size)} and groups is {groups}; the "
+            "input needs weight.shape[1] * groups channels and groups must divide weight.shape[0]."
+        )
+    size = [input_size[0], weight_size[0]]
+    for i in range(spatial):
+        reach = dilation[i] * (weight_size[2 + i] - 1) + 1
+        length = input_size[2 + i] + 2 * padding[i]
+        if reach > length or weight_size[2 + i] < 1:
+            raise ValueError(
+                f"{op}: the kernel reaches over {reach} pixels on spatial axis {i}, but the padded input has only {length} "
+                "there, so no output pixel exists. Use a larger image, more padding or a smaller kernel."
+            )
+        size.append((length - reach) // stride[i] + 1)
+    return size
+
+
+def _check_grad_output(op: str, g: Tensor, expected: list[int]) -> None:
+    if list(g.shape) != expected:
+        raise ValueError(
+            f"{op}: grad_output has shape {tuple(g.shape)}, but this convolution's output has shape {tuple(expected)}; "
+            "a gradient has the shape of what it is the gradient of. Check stride, padding, dilation and groups."
+        )
+
+
+# ---- the three products ----------------------------------------------------------------------------------------------
+
+
+def _conv_checked(
+    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any
+) -> list[int]:
+    op = "conv_int8"
+    _check_int8(op, input=x, weight=w)
+    size = _output_size(op, x.shape, w.shape, geometry)  # type: ignore[arg-type]
+    check_scale(op, "output", "input", x, x_scale)
+    check_scale(op, "output", "weight", w, w_scale)
+    return size
+
+
+def _conv(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
+    _conv_checked(x, x_scale, w, w_scale, *geometry)
+    return reference.conv_int8(x, x_scale, w, w_scale, *geometry)
+
+
+def _conv_fake(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
+    return layout.empty_like_product(_conv_checked(x, x_scale, w, w_scale, *geometry), x, w)
+
+
+def _grad_input_checked(
+    g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, input_size: list[int], *geometry: Any
+) -> None:
+    op = "conv_int8_grad_input"
+    _check_int8(op, grad_output=g, weight=w)
+    _check_grad_output(op, g, _output_size(op, input_size, w.shape, geometry))  # type: ignore[arg-type]
+    check_scale(op, "grad_input", "grad_output", g, g_scale)
+    check_scale(op, "grad_input", "weight", w, w_scale)
+
+
+def _grad_input(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, *rest: Any) -> Tensor:
+    _grad_input_checked(g, g_scale, w, w_scale, *rest)
+    return reference.conv_int8_grad_input(g, g_scale, w, w_scale, *rest)
+
+
+def _grad_input_fake(
+    g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, input_size: list[int], *geometry: Any
+) -> Tensor:
+    _grad_input_checked(g, g_scale, w, w_scale, input_size, *geometry)
+    return layout.empty_like_product(input_size, g, w)
+
+
+def _grad_weight_checked(
+    g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, weight_size: list[int], *geometry: Any
+) -> None:
+    op = "conv_int8_grad_weight"
+    _check_int8(op, grad_output=g, input=x)
+    _check_grad_output(op, g, _output_size(op, x.shape, weight_size, geometry))  # type: ignore[arg-type]
+    check_scale(op, "grad_weight", "grad_output", g, g_scale)
+    check_scale(op, "grad_weight", "input", x, x_scale)
+
+
+def _grad_weight(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, *rest: Any) -> Tensor:
+    _grad_weight_checked(g, g_scale, x, x_scale, *rest)
+    return reference.conv_int8_grad_weight(g, g_scale, x, x_scale, *rest)
+
+
+def _grad_weight_fake(
+    g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, weight_size: list[int], *geometry: Any
+) -> Tensor:
+    _grad_weight_checked(g, g_scale, x, x_scale, weight_size, *geometry)
+    return layout.empty_like_product(weight_size, g, x)
+
+
+_GEOMETRY = "int[] stride, int[] padding, int[] dilation, int groups"
+define(f"conv_int8(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, {_GEOMETRY}) -> Tensor", _conv, _conv_fake)
+define(
+    f"conv_int8_grad_input(Tensor g, Tensor g_scale, Tensor w, Tensor w_scale, SymInt[] input_size, {_GEOMETRY}) -> Tensor",
+    _grad_input,
+    _grad_input_fake,
+)
+define(
+    f"conv_int8_grad_weight(Tensor g, Tensor g_scale, Tensor x, Tensor x_scale, SymInt[] weight_size, {_GEOMETRY}) -> Tensor",
+    _grad_weight,
+    _grad_weight_fake,
+)
+
+
+def _check_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    _check_int8("matmul_int8", a=a, b=b)
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"matmul_int8: a has shape {tuple(a.shape)} and b {tuple(b.shape)}; it takes (M, K) and (K, N). "
+            "Flatten or transpose the operands."
+        )
+    for name, tensor, scale, axis in (("a", a, a_scale, 0), ("b", b, b_scale, 1)):
+        shape = [1, 1]
+        shape[axis] = tensor.shape[axis]
+        if list(scale.shape) not in ([1, 1], shape) or scale.dtype != torch.float32:
+            raise ValueError(
+                f"matmul_int8: {name}_scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; the product sums over K, "
+                f"and terms with different scales cannot be added, so it must be float32 of shape (1, 1) or {tuple(shape)}."
+            )
+
+
+def _matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    _check_matmul(a, a_scale, b, b_scale)
+    return reference.matmul_int8(a, a_scale, b, b_scale)
+
+
+def _matmul_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    _check_matmul(a, a_scale, b, b_scale)
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+
+
+define("matmul_int8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> Tensor", _matmul, _matmul_fake)
+
+
+# ---- quantize and its statistics -------------------------------------------------------------------------------------
+
+
+def _check_quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> None:
+    check_float("quantize", "x", x)
+    varies = clip.dim() == x.dim() and all(c in (1, n) for c, n in zip(clip.shape, x.shape, strict=True))
+    if clip.dtype != torch.float32 or not varies:
+        raise ValueError(
+            f"quantize: clip has shape {tuple(clip.shape)} and dtype {clip.dtype}, x has shape {tuple(x.shape)}; the clip "
+            "must be float32 with the rank of x and ones along the axes that share it. Reshape the clip."
+        )
+    if key is not None and (key.shape != (2,) or key.dtype != torch.int64):
+        raise ValueError(
+            f"quantize: key has shape {tuple(key.shape)} and dtype {key.dtype}; stochastic rounding needs the int64 pair "
+            "that byteback.ops.noise_key makes."
+        )
+
+
+def _quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_quantize(x, clip, key)
+    return reference.quantize(x, clip, key)
+
+
+def _quantize_fake(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_quantize(x, clip, key)
+    counts = x.new_empty(2, dtype=torch.int64)
+    return torch.empty_like(x, dtype=torch.int8), torch.empty_like(clip), counts, x.new_empty(())
+
+
+define("quantize(Tensor x, Tensor clip, Tensor? key) -> (Tensor, Tensor, Tensor, Tensor)", _quantize, _quantize_fake)
+define(
+    "noise_key(Tensor seed, Tensor layer, Tensor count, int rank) -> Tensor",
+    reference.noise_key,
+    lambda seed, layer, count, rank: count.new_empty(2, dtype=torch.int64),
+)
+
+
+def _kept(x: Tensor, axis: int) -> list[int]:
+    return [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
+
+
+def _absmax(x: Tensor, axis: int) -> Tensor:
+    check_float("absmax", "x", x, least_rank=1)
+    return statistics.absmax(x, axis)
+
+
+define("absmax(Tensor x, int axis) -> Tensor", _absmax, lambda x, axis: x.new_empty(_kept(x, axis)))
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    check_float("moments", "x", x)
+    return statistics.moments(x)
+
+
+def _moments_fake(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    shape = _kept(x, 1)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.float64), x.new_empty(shape, dtype=torch.float64)
+
+
+define("moments(Tensor x) -> (Tensor, Tensor, Tensor)", _moments, _moments_fake)
+define(
+    "tail_count(Tensor x, Tensor threshold) -> Tensor",
+    statistics.tail_count,
+    lambda x, threshold: x.new_empty(_kept(x, 1), dtype=torch.int64),
+)
+define(
+    "dot_terms(Tensor x, Tensor values, Tensor scale) -> Tensor",
+    statistics.dot_terms,
+    lambda x, values, scale: x.new_empty(3, dtype=torch.float64),
+)
+define(
+    "cosine_terms(Tensor x, Tensor clips) -> Tensor",
+    statistics.cosine_terms,
+    lambda x, clips: x.new_empty(clips.shape[0], 3, dtype=torch.float64),
+)
+define(
+    "cosine_slope_terms(Tensor x, Tensor clip) -> Tensor",
+    statistics.cosine_slope_terms,
+    lambda x, clip: x.new_empty(5, dtype=torch.float64),
+)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float statistics with defined bits: they steer integers, so every path must agree on them to the last bit.
+
+Legend: x is (N, C, ...); a *row* is one pixel, rows run in N, (D,) H, W order; a channel is a column.
+
+A float64 sum of a channel adds the rows of each block of 64 one after the other, then the blocks as a halving tree
+(block i with block i + n/2, n a power of two, missing blocks are 0). A sum over the tensor adds the channels' sums by
+the same tree. All additions are elementwise, so threads, memory formats and devices cannot change their order, and a
+kernel can keep one accumulator per channel. Products of two float32 are exact in float64; maxima and counts need no order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from byteback.ops.limits import QMAX, STATISTICS_BLOCK, TINY_CLIP
+
+
+def _tree_sum(x: Tensor) -> Tensor:
+    """The halving-tree sum along the first axis."""
+    count = max(x.shape[0], 1)
+    padded = 1 << (count - 1).bit_length()
+    x = torch.cat([x, x.new_zeros(padded - x.shape[0], *x.shape[1:])]) if padded != x.shape[0] else x
+    while x.shape[0] > 1:
+        half = x.shape[0] // 2
+        x = x[:half] + x[half:]
+    return x[0]
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """(N, C, ...) as (rows, C)."""
+    return x.movedim(1, -1).reshape(-1, x.shape[1])
+
+
+def ordered_sum(rows: Tensor) -> Tensor:
+    """The defined float64 sum of each column of `rows` (rows, C)."""
+    blocks = -(-rows.shape[0] // STATISTICS_BLOCK)
+    missing = blocks * STATISTICS_BLOCK - rows.shape[0]
+    if missing:
+        rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+    rows = rows.reshape(blocks, STATISTICS_BLOCK, -1)
+    total = rows[:, 0].clone()
+    for row in range(1, STATISTICS_BLOCK):
+        total += rows[:, row]
+    return _tree_sum(total)
+
+
+def sum_channels(per_channel: Tensor) -> Tensor:
+    """The defined sum over channels of a (1, C, 1, ...) statistic, as a (1, 1, 1, ...) tensor."""
+    return _tree_sum(per_channel.reshape(-1)).reshape((1,) * per_channel.dim())
+
+
+def absmax(x: Tensor, axis: int) -> Tensor:
+    """max|x| along every axis but `axis` (all of them for -1), with ones in their place; NaN if any element is."""
+    dims = [dim for dim in range(x.dim()) if dim != axis]
+    shape = [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
+    if x.numel() == 0:
+        return x.new_zeros(shape)
+    return x.abs().amax(dim=dims, keepdim=True) if dims else x.abs()
+
+
+def _column(values: Tensor, x: Tensor) -> Tensor:
+    return values.reshape(1, -1, *(1,) * (x.dim() - 2))
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Per channel: max|x| (float32), sum of x and of x² (float64), each (1, C, 1, ...)."""
+    rows = rows_of(x).double()
+    return absmax(x, 1), _column(ordered_sum(rows), x), _column(ordered_sum(rows * rows), x)
+
+
+def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
+    """Per channel, how many |x| exceed `threshold` (one or one per channel): (1, C, 1, ...) int64."""
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    return (x.abs() > threshold).sum(dim=dims, keepdim=True) if dims else (x.abs() > threshold).long()
+
+
+def _nearest(x: Tensor, clip: Tensor) -> Tensor:
+    """The integers of round-to-nearest under `clip`, as float32; all 0 where the clip counts as zero."""
+    live = clip >= TINY_CLIP
+    y = x * (QMAX / torch.where(live, clip, 1.0))
+    return torch.where(live, y.clamp(-QMAX, QMAX).round(), 0.0)
+
+
+def _sum_all(products: Tensor) -> Tensor:
+    return _tree_sum(ordered_sum(products))
+
+
+def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """(x·x̂, x̂·x̂, x·x) with x̂ = q · scale in float64: what the cosine of a quantized tensor is made of."""
+    rows, quantized = rows_of(x).double(), rows_of(values.double() * scale.double())
+    return torch.stack([_sum_all(rows * quantized), _sum_all(quantized * quantized), _sum_all(rows * rows)])
+
+
+def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
+    """For each candidate clip, (x·q, q·q, x·x) with q rounded to nearest under it: (clips, 3) float64."""
+    rows = rows_of(x)
+    wide = rows.double()
+    square = _sum_all(wide * wide)
+    terms = []
+    for clip in clips:
+        q = _nearest(rows, clip).double()
+        terms.append(torch.stack([_sum_all(wide * q), (q * q).sum(), square]))
+    return torch.stack(terms) if terms else square.new_zeros(0, 3)
+
+
+def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
+    """(x·q, q·q, x·x, x·d, q·d) float64, where d_i = 127 · ∂(clip · q_i / 127)/∂clip with a straight-through round.
+
+    d_i = 127 sign(x_i) where |x_i| > clip, else q_i - y_i with y_i = 127 x_i / clip (spec A5).
+    """
+    rows = rows_of(x)
+    live = clip >= TINY_CLIP
+    y = rows * (QMAX / torch.where(live, clip, 1.0))
+    q = _nearest(rows, clip)
+    slope = torch.where(rows.abs() > clip, QMAX * rows.sign(), q - y).double()
+    wide, q = rows.double(), q.double()
+    return torch.stack(
+        [
+            _sum_all(wide * q),
+            (q * q).sum(),
+            _sum_all(wide * wide),
+            _sum_all(wide * slope),
+            _sum_all(q * slope),
+        ]
+    )

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLOOR 1: from a float tensor to int8 and a scale.
+
+    x ─ choose clip (clipping.py) ─ scale = clip/127 ─ round ─ saturate ─► QTensor (qtensor.py)
+
+`rule.py` says how one tensor is to be quantized, `quantizer.py` remembers and does it.
+"""
+
+from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory
+from byteback.quantize.qtensor import QTensor
+from byteback.quantize.quantizer import (
+    CALL_SLOTS,
+    DEVIATION,
+    GAUSSIAN,
+    SATURATED,
+    NonFiniteError,
+    Quantizer,
+    Settings,
+    direction_deviation,
+    quantize_fresh,
+    register,
+)
+from byteback.quantize.rule import TensorRule
+
+__all__ = [
+    "CALL_SLOTS",
+    "Choice",
+    "ClipRule",
+    "DEVIATION",
+    "GAUSSIAN",
+    "SATURATED",
+    "MaxAbs",
+    "Memory",
+    "NonFiniteError",
+    "QTensor",
+    "Quantizer",
+    "Settings",
+    "TensorRule",
+    "direction_deviation",
+    "quantize_fresh",
+    "register",
+]

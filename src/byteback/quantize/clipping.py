@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clip rules: how the bound of a tensor is chosen before it is rounded.
+
+A rule is frozen data with one pure method, `choose`. It sees the tensor and what was remembered of earlier iterations,
+and returns a `Choice`; writing the memory is the quantizer's work. The papers' own rules live in `byteback.recipes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from byteback import ops
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rule may look back at: one call slot of one quantizer.
+
+    `clip` is what an earlier `Choice.remember` held (any finite value before the first), one entry per scale.
+    """
+
+    clip: Tensor
+    initialized: bool
+    updated_at: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A rule's answer: the clip to use now, shaped to broadcast over the tensor.
+
+    `remember` goes into the memory (None leaves it alone), `searched` restarts the period, and `gaussian_share` is the
+    part of the scales whose gradients looked Gaussian, for rules that ask.
+    """
+
+    clip: Tensor
+    remember: Tensor | None = None
+    searched: bool = False
+    gaussian_share: float | None = None
+
+
+@dataclass(frozen=True)
+class ClipRule:
+    """Base of all clip rules. `varies_along` names the granularities that the rule can serve."""
+
+    varies_along: ClassVar[tuple[str, ...]] = ("tensor", "N", "C", "K")
+
+    def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
+        """The clip for x, one for the whole tensor (axis -1) or one for each index of `axis`."""
+        raise NotImplementedError(f"{type(self).__name__}.choose: a clip rule must say how it chooses its clip")
+
+    def is_stale(self, choice: Choice, saturated: float, peak: float) -> bool:
+        """Whether a clip chosen from memory proved wrong, given the saturated share and max|x| of this very tensor."""
+        return False
+
+
+@dataclass(frozen=True)
+class MaxAbs(ClipRule):
+    """clip = max|x|: nothing saturates. What both papers use for weights and activations."""
+
+    def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
+        """max|x|.
+
+        >>> import torch
+        >>> nothing = Memory(torch.zeros(1), False, 0, 0)
+        >>> MaxAbs().choose(torch.tensor([[1.0, -3.0]]), -1, nothing).clip.tolist()
+        [[3.0]]
+        """
+        clip = ops.absmax(x, axis)
+        return Choice(clip, remember=clip)

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizer: what a run remembers of one tensor of one layer, and the step from that tensor to int8.
+
+The step depends on its data (is it time to search a clip? did too much saturate? is anything NaN?), so for PyTorch it is
+one operator that declares which buffers it writes; `torch.compile` then sees no data-dependent branch. In eager mode the
+same function is called directly.
+
+Buffers have a fixed shape from the start, one row for each of 8 call slots: a module that is called several times in one
+forward keeps its calls apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from byteback import ops
+from byteback.ops.schema import define
+from byteback.ops.scale_rule import AXES
+from byteback.quantize.clipping import Choice, Memory
+from byteback.quantize.qtensor import QTensor
+from byteback.quantize.rule import TensorRule
+
+CALL_SLOTS = 8
+SATURATED, DEVIATION, GAUSSIAN = range(3)  # columns of Quantizer.observed
+
+
+class NonFiniteError(RuntimeError):
+    """A tensor that had to be quantized holds NaN or Inf."""
+
+
+class Settings(NamedTuple):
+    """What does not change from step to step: the constants of one quantizer call."""
+
+    rule: TensorRule
+    role: str
+    layer: str
+    on_nonfinite: str
+    observe_every: int
+    momentum: float
+
+
+class Buffers(NamedTuple):
+    """The tensors that a quantizer step may write to."""
+
+    clip: Tensor
+    initialized: Tensor
+    updated_at: Tensor
+    observed: Tensor
+    tracked: Tensor | None
+    nonfinite: Tensor
+
+
+_settings: list[Settings] = []
+_handles: dict[Settings, int] = {}
+
+
+def register(settings: Settings) -> int:
+    """A number that stands for `settings` in this process: an operator's arguments cannot hold Python objects."""
+    if settings not in _handles:
+        _handles[settings] = len(_settings)
+        _settings.append(settings)
+    return _handles[settings]
+
+
+def direction_deviation(terms: Tensor) -> Tensor:
+    """1 - cosine from rows of (x·x̂, x̂·x̂, x·x); 0 for a zero tensor, 1 where a tensor became all zeros.
+
+    >>> direction_deviation(torch.tensor([[50.0, 100.0, 25.0], [0.0, 0.0, 4.0]], dtype=torch.float64)).tolist()
+    [0.0, 1.0]
+    """
+    xq, qq, xx = terms.unbind(-1)
+    norm = (qq * xx).sqrt()
+    cosine = torch.where(norm > 0, xq / torch.where(norm > 0, norm, 1.0), 0.0)
+    return torch.where(xx > 0, (1.0 - cosine).clamp_min(0.0), 0.0)
+
+
+def _shaped(remembered: Tensor, x: Tensor, axis: int) -> Tensor:
+    return remembered.reshape([-1 if dim == axis else 1 for dim in range(x.dim())])
+
+
+def _refuse(values: Tensor, scale: Tensor, settings: Settings, bad: int, iteration: int) -> tuple[Tensor, Tensor]:
+    """What a tensor with NaN or Inf becomes under the recipe's policy."""
+    if settings.on_nonfinite == "raise":
+        raise NonFiniteError(
+            f"{settings.layer}: {settings.role} holds {bad} NaN or Inf values at iteration {iteration}; int8 has neither, so "
+            "it cannot be quantized. Lower the learning rate or look for the layer that overflowed; "
+            'on_nonfinite="skip" drops such steps, on_nonfinite="propagate" hands NaN on (for a GradScaler).'
+        )
+    factor = float("nan") if settings.on_nonfinite == "propagate" else 1.0
+    return values.zero_(), scale.fill_(factor)
+
+
+def _write_down(quantizer: Buffers, slot: int, choice: Choice, iteration: int) -> None:
+    if choice.remember is not None:
+        entries = choice.remember.reshape(-1)
+        row = quantizer.clip[slot]
+        row.copy_(entries if entries.numel() == row.numel() else entries.amax())  # per sample: no fixed shape, keep the max
+        quantizer.initialized[slot] = True
+    if choice.searched:
+        quantizer.updated_at[slot] = iteration
+
+
+def _track(tracked: Tensor, clip: Tensor, initialized: bool, momentum: float) -> None:
+    """Exponential average of the clips seen in training, for eval."""
+    entries = clip.reshape(-1)
+    entries = entries if entries.numel() == tracked.numel() else entries.amax()
+    tracked.copy_(tracked * (1.0 - momentum) + entries * momentum if initialized else entries)
+
+
+def _remembering(
+    x: Tensor,
+    buffers: Buffers,
+    iteration: Tensor,
+    key: Tensor | None,
+    settings: Settings,
+    slot: int,
+    remember: bool,
+) -> tuple[Tensor, Tensor]:
+    """Chooses the clip, quantizes, and writes down what happened: the whole life of one tensor in one step."""
+    axis = AXES[settings.role].get(settings.rule.per, -1)
+    now = int(iteration)
+    rule = settings.rule.clip
+    memory = Memory(buffers.clip[slot], bool(buffers.initialized[slot]), int(buffers.updated_at[slot]), now)
+    choice = rule.choose(x, axis, memory)
+    values, scale, counts, peak = ops.quantize(x, choice.clip, key)
+    saturated, bad = counts.tolist()
+    if bad:
+        buffers.nonfinite.add_(1)
+        return _refuse(values, scale, settings, bad, now)
+    if rule.is_stale(choice, saturated / max(x.numel(), 1), float(peak)):
+        choice = rule.choose(x, axis, replace(memory, initialized=False))
+        values, scale, counts, _ = ops.quantize(x, choice.clip, key)
+        saturated = int(counts[0])
+    if not remember or not x.numel():
+        return values, scale
+    _write_down(buffers, slot, choice, now)
+    observed = buffers.observed[slot]
+    observed[SATURATED] = saturated / x.numel()
+    if choice.gaussian_share is not None:
+        observed[GAUSSIAN] = choice.gaussian_share
+    if choice.searched or now % settings.observe_every == 0:
+        observed[DEVIATION] = direction_deviation(ops.dot_terms(x, values, scale))
+    if buffers.tracked is not None:
+        _track(buffers.tracked[slot], choice.clip, memory.initialized, settings.momentum)
+    return values, scale
+
+
+def _from_tracked(
+    x: Tensor, tracked: Tensor, initialized: Tensor, settings: Settings, slot: int, per_sample: bool
+) -> tuple[Tensor, Tensor]:
+    """Eval: the clip that training tracked; without one, each sample's own maximum (or the batch's, for a gradient)."""
+    axis = AXES[settings.role].get(settings.rule.per, -1)
+    if bool(initialized[slot]):
+        clip = _shaped(tracked[slot], x, axis)
+        clip = clip.expand(x.shape[0], *clip.shape[1:]).contiguous() if per_sample else clip.clone()
+    else:
+        clip = ops.absmax(x, 0 if per_sample else axis)
+    values, scale, counts, _ = ops.quantize(x, clip)
+    bad = int(counts[1])
+    if bad:
+        # Outside training there is no step to skip: a prediction from NaN is NaN.
+        policy = settings if settings.on_nonfinite == "raise" else settings._replace(on_nonfinite="propagate")
+        return _refuse(values, scale, policy, bad, -1)
+    return values, scale
+
+
+def _fresh(x: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """A tensor without memory, such as a weight."""
+    axis = AXES[settings.role].get(settings.rule.per, -1)
+    clip = settings.rule.clip.choose(x, axis, Memory(x.new_zeros(1), False, 0, 0)).clip
+    values, scale, counts, _ = ops.quantize(x, clip)
+    bad = int(counts[1])
+    if bad:
+        # Skipping steps would never mend a weight that is NaN already.
+        policy = settings if settings.on_nonfinite == "propagate" else settings._replace(on_nonfinite="raise")
+        return _refuse(values, scale, policy, bad, -1)
+    return values, scale
+
+
+# ---- the same three steps as operators, for torch.compile ------------------------------------------------------------
+
+
+def _fake(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    shape = [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
+    return torch.empty_like(x, dtype=torch.int8), x.new_empty(shape)
+
+
+def _axis(handle: int) -> int:
+    settings = _settings[handle]
+    return AXES[settings.role].get(settings.rule.per, -1)
+
+
+define(
+    "quantize_remembering(Tensor x, Tensor(a!) clip, Tensor(b!) initialized, Tensor(c!) updated_at, Tensor(d!) observed, "
+    "Tensor(e!)? tracked, Tensor(f!) nonfinite, Tensor iteration, Tensor? key, int settings, int slot, bool remember) "
+    "-> (Tensor, Tensor)",
+    lambda x, clip, initialized, updated_at, observed, tracked, nonfinite, iteration, key, settings, slot, remember: (
+        _remembering(
+            x,
+            Buffers(clip, initialized, updated_at, observed, tracked, nonfinite),
+            iteration,
+            key,
+            _settings[settings],
+            slot,
+            remember,
+        )
+    ),
+    lambda x, clip, initialized, updated_at, observed, tracked, nonfinite, iteration, key, settings, slot, remember: _fake(
+        x, _axis(settings)
+    ),
+)
+define(
+    "quantize_tracked(Tensor x, Tensor tracked, Tensor initialized, int settings, int slot, bool per_sample) "
+    "-> (Tensor, Tensor)",
+    lambda x, tracked, initialized, settings, slot, per_sample: _from_tracked(
+        x, tracked, initialized, _settings[settings], slot, per_sample
+    ),
+    lambda x, tracked, initialized, settings, slot, per_sample: _fake(x, 0 if per_sample else _axis(settings)),
+)
+define(
+    "quantize_fresh(Tensor x, int settings) -> (Tensor, Tensor)",
+    lambda x, settings: _fresh(x, _settings[settings]),
+    lambda x, settings: _fake(x, _axis(settings)),
+)
+
+
+def quantize_fresh(x: Tensor, settings: int) -> QTensor:
+    """x as int8 by a rule that needs no memory; `settings` is registered."""
+    if torch.compiler.is_compiling():
+        return QTensor(*torch.ops.byteback.quantize_fresh(x, settings))
+    return QTensor(*_fresh(x, _settings[settings]))
+
+
+class Quantizer(nn.Module):
+    """The memory of one tensor (input, grad_output) of one layer: fixed-shape buffers, in the state_dict.
+
+    clip         what the clip rule remembers, one row per call slot, one entry per scale
+    initialized  whether it remembers anything yet
+    updated_at   the iteration of its last search
+    observed     saturated share, direction deviation, Gaussian share, as last seen
+    tracked      (inputs only) the average clip of training, which eval uses
+    """
+
+    clip: Tensor
+    initialized: Tensor
+    updated_at: Tensor
+    observed: Tensor
+    tracked: Tensor | None
+
+    def __init__(self, channels: int, tracks: bool) -> None:
+        super().__init__()
+        self.register_buffer("clip", torch.zeros(CALL_SLOTS, channels))
+        self.register_buffer("initialized", torch.zeros(CALL_SLOTS, dtype=torch.bool))
+        self.register_buffer("updated_at", torch.zeros(CALL_SLOTS, dtype=torch.int64))
+        self.register_buffer("observed", torch.zeros(CALL_SLOTS, 3))
+        self.register_buffer("tracked", torch.zeros(CALL_SLOTS, channels) if tracks else None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
+        """Moves with the model, but stays float32 under .half() and .bfloat16(): clips steer integers."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer).to(buffer.dtype)
+                if buffer.is_floating_point() and self._buffers[name].device == buffer.device:  # type: ignore[union-attr]
+                    self._buffers[name] = buffer
+        return self
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def quantize(
+        self,
+        x: Tensor,
+        settings: int,
+        iteration: Tensor,
+        nonfinite: Tensor,
+        key: Tensor | None = None,
+        slot: int = 0,
+        remember: bool = True,
+    ) -> QTensor:
+        """x as int8, with the clip that the rule of the registered `settings` chooses now."""
+        buffers = Buffers(self.clip, self.initialized, self.updated_at, self.observed, self.tracked, nonfinite)
+        if torch.compiler.is_compiling():
+            return QTensor(
+                *torch.ops.byteback.quantize_remembering(x, *buffers, iteration, key, settings, slot, remember)
+            )
+        return QTensor(*_remembering(x, buffers, iteration, key, _settings[settings], slot, remember))
+
+    def quantize_tracked(self, x: Tensor, settings: int, slot: int, per_sample: bool) -> QTensor:
+        """x as int8 with the clip that training tracked, so that a prediction does not depend on its batch."""
+        assert self.tracked is not None, "only input quantizers track a clip"
+        if torch.compiler.is_compiling():
+            args: tuple[Any, ...] = (x, self.tracked, self.initialized, settings, slot, per_sample)
+            return QTensor(*torch.ops.byteback.quantize_tracked(*args))
+        return QTensor(*_from_tracked(x, self.tracked, self.initialized, _settings[settings], slot, per_sample))

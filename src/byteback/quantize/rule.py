@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorRule: how one tensor becomes int8. The word of a recipe for an input, a weight or a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from byteback.quantize.clipping import ClipRule, MaxAbs
+
+ROUNDINGS = ("nearest", "stochastic")
+GRANULARITIES = ("tensor", "N", "C", "K")
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """Which clip, which rounding, and along which axis (N, C, K) the scale varies, if any.
+
+    >>> TensorRule(rounding="stochastic", per="K")
+    TensorRule(clip=MaxAbs(), rounding='stochastic', per='K')
+    """
+
+    clip: ClipRule = field(default_factory=MaxAbs)
+    rounding: str = "nearest"
+    per: str = "tensor"
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"TensorRule: rounding is {self.rounding!r}; choose one of {', '.join(ROUNDINGS)}.")
+        if self.per not in GRANULARITIES:
+            raise ValueError(f"TensorRule: per is {self.per!r}; choose one of {', '.join(GRANULARITIES)}.")
+        if self.per not in self.clip.varies_along:
+            raise ValueError(
+                f"TensorRule: per is {self.per!r}, but {type(self.clip).__name__} chooses clips only per "
+                f"{', '.join(self.clip.varies_along)}. Change `per` or the clip rule."
+            )

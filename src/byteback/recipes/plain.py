@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain INT8: max-abs clips everywhere, stochastic rounding of gradients. The baseline that both papers improve on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from byteback.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainInt8(Recipe):
+    """Every clip is max|x|; nothing is searched, nothing is remembered, no learning rate is scaled."""
+
+    slug: ClassVar[str] = "plain-int8"

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipe: what was asked for. Frozen data that says how each tensor is quantized and which products run in int8.
+
+    input, weight ──► output         grad_output ──► grad_input         grad_output_for_weight (or grad_output) ──► grad_weight
+
+A recipe of your own is a subclass with other defaults, or an instance with other fields; `docs/3-clipping.md` shows one.
+The scale rule is checked when a recipe is built, so an impossible one never reaches a layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from byteback.ops import scale_rule
+from byteback.quantize import ClipRule, TensorRule
+
+NONFINITE_POLICIES = ("raise", "skip", "propagate")
+EVAL_CLIPS = ("tracked", "batch")
+
+
+@dataclass(frozen=True)
+class LearningRateRule:
+    """Base of rules that turn a layer's direction deviation into a factor on its learning rate."""
+
+    def factor(self, deviation: float) -> float:
+        """The factor for a layer whose gradient deviates by `deviation` = 1 - cosine."""
+        raise NotImplementedError(f"{type(self).__name__}.factor: a learning-rate rule must say how it scales")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a network trains in int8.
+
+    input, weight, grad_output   how each operand becomes int8
+    grad_output_for_weight       a second copy of grad_output for grad_weight only; None: one copy serves both products
+    learning_rate                a rule that scales each layer's learning rate; None: every factor is 1
+    output, grad_input, grad_weight   whether that product runs in int8; False keeps it float, on unquantized operands
+    first_conv, linear           whether the first convolution and the Linear layers run in int8 too (the papers: no)
+    on_nonfinite                 NaN or Inf to be quantized: "raise", "skip" (the whole step) or "propagate"
+    eval_clip                    eval quantizes inputs with the clip "tracked" in training, or with each "batch"'s own
+    momentum                     of the tracked clip's exponential average
+    observe_every                iterations between two measurements of the direction deviation (for `health`)
+    """
+
+    slug: ClassVar[str] = ""
+
+    input: TensorRule = field(default_factory=TensorRule)
+    weight: TensorRule = field(default_factory=TensorRule)
+    grad_output: TensorRule = field(default_factory=lambda: TensorRule(rounding="stochastic"))
+    grad_output_for_weight: TensorRule | None = None
+    learning_rate: LearningRateRule | None = None
+    output: bool = True
+    grad_input: bool = True
+    grad_weight: bool = True
+    first_conv: bool = False
+    linear: bool = False
+    on_nonfinite: str = "raise"
+    eval_clip: str = "tracked"
+    momentum: float = 0.1
+    observe_every: int = 10
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for value, known, what in (
+            (self.on_nonfinite, NONFINITE_POLICIES, "on_nonfinite"),
+            (self.eval_clip, EVAL_CLIPS, "eval_clip"),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: {what} is {value!r}; choose one of {', '.join(known)}.")
+        if not 0.0 < self.momentum <= 1.0 or self.observe_every < 1:
+            raise ValueError(
+                f"{name}: momentum is {self.momentum} and observe_every {self.observe_every}; momentum must lie in (0, 1] and "
+                "observe_every must be at least 1."
+            )
+        for role in ("input", "weight"):
+            if getattr(self, role).rounding != "nearest":
+                raise ValueError(
+                    f"{name}: {role}.rounding is 'stochastic', but the forward pass uses no noise, so that a prediction is "
+                    "always the same. Round it to nearest."
+                )
+        self._check_scale_rule()
+
+    def operands(self, product: str) -> Iterator[tuple[str, str, TensorRule]]:
+        """(field of the recipe, operand's name, its rule) for both operands of a product."""
+        if product in ("output", "grad_weight"):
+            yield "input", "input", self.input
+        if product in ("output", "grad_input"):
+            yield "weight", "weight", self.weight
+        if product == "grad_input":
+            yield "grad_output", "grad_output", self.grad_output
+        if product == "grad_weight":
+            own = self.grad_output_for_weight
+            yield ("grad_output_for_weight" if own else "grad_output"), "grad_output", own or self.grad_output
+
+    def _check_scale_rule(self) -> None:
+        for product in ("output", "grad_input", "grad_weight"):
+            if not getattr(self, product):
+                continue
+            for where, operand, rule in self.operands(product):
+                if rule.per == "tensor":
+                    continue
+                why = None
+                if rule.per not in scale_rule.AXES[operand]:
+                    why = f"varies along {rule.per}, but {operand} has no such axis"
+                why = why or scale_rule.violation(product, operand, rule.per)
+                if why:
+                    raise ValueError(
+                        f"{type(self).__name__}.{where}: its scale {why}. {scale_rule.advice(product, operand)}"
+                    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `Recipe.from_dict` turns back into this recipe.
+
+        >>> Recipe.from_dict(Recipe().to_dict()) == Recipe()
+        True
+        """
+        return _to_data(self)  # type: ignore[no-any-return]
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Recipe:
+        """The recipe that `to_dict` described."""
+        recipe = _from_data(data)
+        if not isinstance(recipe, Recipe):
+            raise ValueError(f"Recipe.from_dict: the data describe a {type(recipe).__name__}, not a recipe.")
+        return recipe
+
+
+def _to_data(value: Any) -> Any:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = {f.name: _to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return {"type": type(value).__name__, **fields}
+
+
+def _from_data(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    known = {cls.__name__: cls for base in (Recipe, TensorRule, ClipRule, LearningRateRule) for cls in _family(base)}
+    name = data.get("type", "")
+    if name not in known:
+        raise ValueError(
+            f"Recipe.from_dict: unknown type {name!r}; known are {', '.join(sorted(known))}. "
+            "Import the module that defines it first."
+        )
+    return known[name](**{key: _from_data(value) for key, value in data.items() if key != "type"})
+
+
+def _family(base: type) -> Iterator[type]:
+    yield base
+    for child in base.__subclasses__():
+        yield from _family(child)
+
+
+def recipe_classes() -> dict[str, type[Recipe]]:
+    """Every recipe that has a slug, by its slug."""
+    return {cls.slug: cls for cls in _family(Recipe) if cls.slug}  # type: ignore[attr-defined]
+
+
+def resolve(recipe: Recipe | str) -> Recipe:
+    """A recipe from its slug, or the recipe itself.
+
+    >>> resolve("plain-int8").slug
+    'plain-int8'
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(
+            f"recipe: got a {type(recipe).__name__}; pass a Recipe, such as byteback.UnifiedInt8(), or a slug, such as "
+            "'unified-int8'."
+        )
+    classes = recipe_classes()
+    if recipe not in classes:
+        near = difflib.get_close_matches(recipe, classes, n=1, cutoff=0.3)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"recipe: {recipe!r} is unknown; there are {', '.join(sorted(classes))}.{hint}")
+    return classes[recipe]()
