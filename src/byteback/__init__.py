@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byteback trains convolutional networks in INT8, forward and back.
 
-    byteback.prepare(model, byteback.UnifiedInt8())      # the convolutions now train in int8
-    byteback.scale_learning_rates(optimizer, model)      # per-layer learning-rate factors, where the recipe has them
+byteback.prepare(model, byteback.UnifiedInt8())      # the convolutions now train in int8
+byteback.scale_learning_rates(optimizer, model)      # per-layer learning-rate factors, where the recipe has them
 """
 
+from byteback import models
 from byteback.convert import enabled, float_state_dict, prepare, restore
 from byteback.lr_scaling import LearningRateScaling, scale_learning_rates
 from byteback.nn import Int8Conv1d, Int8Conv2d, Int8Conv3d, Int8Linear
@@ -32,6 +33,7 @@ __all__ = [
     "scale_learning_rates",
     "summary",
     "health",
+    "models",
     # recipes
     "Recipe",
     "PlainInt8",

@@ -60,9 +60,7 @@ def prepare(model: nn.Module, recipe: Recipe | str = "unified-int8", *, keep_flo
             continue
         module.__class__ = INT8_CLASSES[type(module)]
         assert isinstance(module, Int8Layer)
-        module.attach(
-            recipe, seed=seed, layer=number, name=name or type(model).__name__, shared=shared, counts_calls=True
-        )
+        module.attach(recipe, seed=seed, layer=number, name=name or type(model).__name__, shared=shared, counts_calls=True)
     model.register_forward_pre_hook(reset_calls)
     return model
 
@@ -154,15 +152,13 @@ def _why_float(module: nn.Module, recipe: Recipe) -> str | None:
     if type(module) not in INT8_CLASSES:
         base = next(cls.__name__ for cls in type(module).__mro__ if cls in INT8_CLASSES)
         return f"a subclass of {base} ({type(module).__name__}) whose forward may differ"
-    dtype = module.weight.dtype  # type: ignore[union-attr]
+    dtype = module.weight.dtype
     if dtype != torch.float32:
         return f"its weight is {dtype}, and master weights are float32"
     return None
 
 
-def _keep_by_wildcard(
-    layers: dict[str, nn.Module], reasons: dict[str, str | None], keep_float: Sequence[str]
-) -> None:
+def _keep_by_wildcard(layers: dict[str, nn.Module], reasons: dict[str, str | None], keep_float: Sequence[str]) -> None:
     if isinstance(keep_float, str):
         raise TypeError(f"prepare: keep_float is the string {keep_float!r}; pass a list of wildcards, [{keep_float!r}].")
     for pattern in keep_float:

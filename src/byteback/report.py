@@ -121,7 +121,7 @@ def summary(model: nn.Module) -> Summary:
             continue
         kind = type(module).__name__
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        result.append(LayerSummary(name or kind, kind, _shape(module), size, *runs, note=note))
+        result.append(LayerSummary(name or kind, kind, _shape(module), size, runs[0], runs[1], runs[2], note))
     return result
 
 
@@ -132,10 +132,10 @@ def _runs(layer: Int8Layer, product: str) -> str:
 def _shape(module: nn.Module) -> str:
     if isinstance(module, nn.Linear):
         return f"{module.in_features}→{module.out_features}"
-    channels = f"{module.in_channels}→{module.out_channels} "  # type: ignore[union-attr]
+    channels = f"{module.in_channels}→{module.out_channels} "
     kernel = "x".join(map(str, module.kernel_size))  # type: ignore[arg-type]
-    stride = max(module.stride)  # type: ignore[type-var,arg-type]
-    groups = f" g{module.groups}" if module.groups != 1 else ""  # type: ignore[union-attr]
+    stride = max(module.stride)  # type: ignore[arg-type]
+    groups = f" g{module.groups}" if module.groups != 1 else ""
     return channels + kernel + (f" s{stride}" if stride != 1 else "") + groups
 
 

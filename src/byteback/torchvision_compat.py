@@ -133,9 +133,7 @@ def _roi_align(
     return pooled.view(len(rois), height, width, channels).permute(0, 3, 1, 2).contiguous()
 
 
-def _samples(
-    start: Tensor, end: Tensor, bins: int, size: int, sampling_ratio: int, aligned: bool
-) -> tuple[Tensor, Tensor]:
+def _samples(start: Tensor, end: Tensor, bins: int, size: int, sampling_ratio: int, aligned: bool) -> tuple[Tensor, Tensor]:
     """Along one axis: the pixels every bin reads, and their weights, both [rois, bins, 2 x samples]."""
     length = (end - start if aligned else (end - start).clamp(min=1.0))[:, None, None]
     count = torch.full_like(length, sampling_ratio) if sampling_ratio > 0 else (length / bins).ceil()

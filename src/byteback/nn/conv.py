@@ -39,7 +39,7 @@ class _Int8Conv(Int8Layer):
     def forward(self, input: Tensor) -> Tensor:
         """output = input ⋆ weight + bias."""
         if not self.enabled:
-            return super().forward(input)  # type: ignore[misc,no-any-return]
+            return super().forward(input)
         spatial = len(self.kernel_size)  # type: ignore[arg-type]
         batched = input.dim() == spatial + 2
         x = input if batched else input.unsqueeze(0)

@@ -34,9 +34,7 @@ class Int8Product(Function):
     """output = input ⋆ weight, with all three products in int8 unless the recipe says otherwise."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, layer: Int8Layer, products: Products, slot: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Int8Layer, products: Products, slot: int) -> Tensor:
         recipe = layer.recipe
         for_input, for_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         x_q = w_q = None
@@ -60,7 +58,7 @@ class Int8Product(Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             grads = _gradients(ctx, grad_output)
         if torch.is_grad_enabled():
@@ -72,12 +70,12 @@ class _RefuseSecond(Function):
     """Ties the gradients to grad_output, so that a second differentiation meets a clear error and not a silent zero."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, grad_output: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def forward(ctx: Any, name: str, grad_output: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.name = name
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
         raise RuntimeError(
             f"{ctx.name}: its gradient was differentiated a second time, but int8 gradients are rounded and have no "
             "derivative. Call backward without create_graph=True, or keep the layers that need it in float "

@@ -43,11 +43,18 @@ class Int8Layer(_Base):
 
     recipe: Recipe
     quantizers: LayerNumerics
-    weight: nn.Parameter
+    weight: Tensor
     float_class: type[nn.Module]
 
     def attach(
-        self, recipe: Recipe | str, *, seed: int, layer: int, name: str, shared: Shared | None = None, counts_calls: bool = False
+        self,
+        recipe: Recipe | str,
+        *,
+        seed: int,
+        layer: int,
+        name: str,
+        shared: Shared | None = None,
+        counts_calls: bool = False,
     ) -> None:
         """Gives the layer its recipe and its memory."""
         self.recipe = resolve(recipe)
@@ -81,11 +88,11 @@ class Int8Layer(_Base):
         device = x.device.type
         slot = self._next_slot()
         if not torch.is_autocast_enabled(device):
-            return Int8Product.apply(x, self.weight, self, products, slot)  # type: ignore[no-any-return,no-untyped-call]
+            return Int8Product.apply(x, self.weight, self, products, slot)
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            output = Int8Product.apply(x.float(), self.weight, self, products, slot)  # type: ignore[no-untyped-call]
-        return output.to(dtype)  # type: ignore[no-any-return]
+            output = Int8Product.apply(x.float(), self.weight, self, products, slot)
+        return output.to(dtype)
 
     def _check_dtypes(self, x: Tensor) -> None:
         if self.weight.dtype != torch.float32:

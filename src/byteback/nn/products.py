@@ -50,7 +50,7 @@ class ConvProducts(NamedTuple):
     def _aten(self, g: Tensor, x: Tensor, w: Tensor, which: int) -> Tensor:
         mask = [which == 0, which == 1, False]
         zeros = [0] * len(self.stride)
-        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+        return torch.ops.aten.convolution_backward(
             g, x, w, None, self.stride, self.padding, self.dilation, False, zeros, self.groups, mask
         )[which]
 

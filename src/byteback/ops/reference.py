@@ -113,9 +113,7 @@ def _backward(operands: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, geome
     stride, padding, dilation, groups = geometry
     mask = [which == 0, which == 1, False]
     zeros = [0] * len(stride)
-    return torch.ops.aten.convolution_backward(
-        g, x, w, None, stride, padding, dilation, False, zeros, groups, mask
-    )[which]
+    return torch.ops.aten.convolution_backward(g, x, w, None, stride, padding, dilation, False, zeros, groups, mask)[which]
 
 
 def _shape_only(like: Tensor, shape: list[int]) -> Tensor:

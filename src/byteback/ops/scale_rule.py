@@ -52,9 +52,7 @@ def violation(product: str, operand: str, letter: str) -> str | None:
 def advice(product: str, operand: str) -> str:
     """What to do about a violation."""
     if (product, operand) == ("grad_input", "grad_output"):
-        return (
-            "Quantize grad_output per tensor for this product; per channel is allowed in Recipe.grad_output_for_weight."
-        )
+        return "Quantize grad_output per tensor for this product; per channel is allowed in Recipe.grad_output_for_weight."
     return f"Quantize {operand} per tensor, or along {ALLOWED[product][operand][1]}."
 
 
@@ -75,9 +73,7 @@ def check_scale(op: str, product: str, operand: str, values: Tensor, scale: Tens
         if dim != axis:
             why = violation(product, operand, letters[dim]) if dim in letters else None
             why = why or f"varies along axis {dim}; but {product} sums over it, so it cannot factor out"
-            raise ValueError(
-                f"{op}: {operand}.scale has shape {tuple(scale.shape)}, so it {why}. {advice(product, operand)}"
-            )
+            raise ValueError(f"{op}: {operand}.scale has shape {tuple(scale.shape)}, so it {why}. {advice(product, operand)}")
         if have != want:
             raise ValueError(
                 f"{op}: {operand}.scale has {have} entries along {letters[dim]} but {operand} has {want} there; "

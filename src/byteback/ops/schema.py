@@ -97,12 +97,10 @@ def _check_grad_output(op: str, g: Tensor, expected: list[int]) -> None:
 # ---- the three products ----------------------------------------------------------------------------------------------
 
 
-def _conv_checked(
-    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any
-) -> list[int]:
+def _conv_checked(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> list[int]:
     op = "conv_int8"
     _check_int8(op, input=x, weight=w)
-    size = _output_size(op, x.shape, w.shape, geometry)  # type: ignore[arg-type]
+    size = _output_size(op, x.shape, w.shape, geometry)
     check_scale(op, "output", "input", x, x_scale)
     check_scale(op, "output", "weight", w, w_scale)
     return size
@@ -117,12 +115,10 @@ def _conv_fake(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry
     return layout.empty_like_product(_conv_checked(x, x_scale, w, w_scale, *geometry), x, w)
 
 
-def _grad_input_checked(
-    g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, input_size: list[int], *geometry: Any
-) -> None:
+def _grad_input_checked(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, input_size: list[int], *geometry: Any) -> None:
     op = "conv_int8_grad_input"
     _check_int8(op, grad_output=g, weight=w)
-    _check_grad_output(op, g, _output_size(op, input_size, w.shape, geometry))  # type: ignore[arg-type]
+    _check_grad_output(op, g, _output_size(op, input_size, w.shape, geometry))
     check_scale(op, "grad_input", "grad_output", g, g_scale)
     check_scale(op, "grad_input", "weight", w, w_scale)
 
@@ -132,9 +128,7 @@ def _grad_input(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, *rest: A
     return reference.conv_int8_grad_input(g, g_scale, w, w_scale, *rest)
 
 
-def _grad_input_fake(
-    g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, input_size: list[int], *geometry: Any
-) -> Tensor:
+def _grad_input_fake(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, input_size: list[int], *geometry: Any) -> Tensor:
     _grad_input_checked(g, g_scale, w, w_scale, input_size, *geometry)
     return layout.empty_like_product(input_size, g, w)
 
@@ -144,7 +138,7 @@ def _grad_weight_checked(
 ) -> None:
     op = "conv_int8_grad_weight"
     _check_int8(op, grad_output=g, input=x)
-    _check_grad_output(op, g, _output_size(op, x.shape, weight_size, geometry))  # type: ignore[arg-type]
+    _check_grad_output(op, g, _output_size(op, x.shape, weight_size, geometry))
     check_scale(op, "grad_weight", "grad_output", g, g_scale)
     check_scale(op, "grad_weight", "input", x, x_scale)
 
@@ -154,9 +148,7 @@ def _grad_weight(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, *rest: 
     return reference.conv_int8_grad_weight(g, g_scale, x, x_scale, *rest)
 
 
-def _grad_weight_fake(
-    g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, weight_size: list[int], *geometry: Any
-) -> Tensor:
+def _grad_weight_fake(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, weight_size: list[int], *geometry: Any) -> Tensor:
     _grad_weight_checked(g, g_scale, x, x_scale, weight_size, *geometry)
     return layout.empty_like_product(weight_size, g, x)
 

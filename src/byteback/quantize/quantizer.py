@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from byteback import ops
-from byteback.ops.schema import define
 from byteback.ops.scale_rule import AXES
+from byteback.ops.schema import define
 from byteback.quantize.clipping import Choice, Memory
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.rule import TensorRule
@@ -99,7 +99,8 @@ def _write_down(quantizer: Buffers, slot: int, choice: Choice, iteration: int) -
     if choice.remember is not None:
         entries = choice.remember.reshape(-1)
         row = quantizer.clip[slot]
-        row.copy_(entries if entries.numel() == row.numel() else entries.amax())  # per sample: no fixed shape, keep the max
+        # Scales per sample have no fixed shape: of those the largest clip is kept.
+        row.copy_(entries if entries.numel() == row.numel() else entries.amax())
         quantizer.initialized[slot] = True
     if choice.searched:
         quantizer.updated_at[slot] = iteration
@@ -287,9 +288,7 @@ class Quantizer(nn.Module):
         """x as int8, with the clip that the rule of the registered `settings` chooses now."""
         buffers = Buffers(self.clip, self.initialized, self.updated_at, self.observed, self.tracked, nonfinite)
         if torch.compiler.is_compiling():
-            return QTensor(
-                *torch.ops.byteback.quantize_remembering(x, *buffers, iteration, key, settings, slot, remember)
-            )
+            return QTensor(*torch.ops.byteback.quantize_remembering(x, *buffers, iteration, key, settings, slot, remember))
         return QTensor(*_remembering(x, buffers, iteration, key, _settings[settings], slot, remember))
 
     def quantize_tracked(self, x: Tensor, settings: int, slot: int, per_sample: bool) -> QTensor:

@@ -45,7 +45,7 @@ class MagnitudeAware(ClipRule):
     a: float = 0.8
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.threshold <= 1.0 or not 0.0 < self.a or not 0.0 <= self.k * self.a <= 1.0:
+        if not 0.0 <= self.threshold <= 1.0 or not self.a > 0.0 or not 0.0 <= self.k * self.a <= 1.0:
             raise ValueError(
                 f"MagnitudeAware: threshold is {self.threshold}, k {self.k}, a {self.a}; threshold and k·a must lie in "
                 "[0, 1] and a must be positive, or clips could turn negative."

@@ -109,9 +109,7 @@ class Recipe:
                     why = f"varies along {rule.per}, but {operand} has no such axis"
                 why = why or scale_rule.violation(product, operand, rule.per)
                 if why:
-                    raise ValueError(
-                        f"{type(self).__name__}.{where}: its scale {why}. {scale_rule.advice(product, operand)}"
-                    )
+                    raise ValueError(f"{type(self).__name__}.{where}: its scale {why}. {scale_rule.advice(product, operand)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `Recipe.from_dict` turns back into this recipe.
@@ -119,7 +117,7 @@ class Recipe:
         >>> Recipe.from_dict(Recipe().to_dict()) == Recipe()
         True
         """
-        return _to_data(self)  # type: ignore[no-any-return]
+        return _to_data(self)
 
     def to_json(self) -> str:
         """`to_dict` as text."""
@@ -154,7 +152,7 @@ def _from_data(data: Any) -> Any:
     return known[name](**{key: _from_data(value) for key, value in data.items() if key != "type"})
 
 
-def _family(base: type) -> Iterator[type]:
+def _family(base: type[Any]) -> Iterator[type[Any]]:
     yield base
     for child in base.__subclasses__():
         yield from _family(child)
@@ -162,7 +160,7 @@ def _family(base: type) -> Iterator[type]:
 
 def recipe_classes() -> dict[str, type[Recipe]]:
     """Every recipe that has a slug, by its slug."""
-    return {cls.slug: cls for cls in _family(Recipe) if cls.slug}  # type: ignore[attr-defined]
+    return {cls.slug: cls for cls in _family(Recipe) if cls.slug}
 
 
 def resolve(recipe: Recipe | str) -> Recipe:

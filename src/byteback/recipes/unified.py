@@ -104,7 +104,7 @@ class DirectionSensitive(ClipRule):
 
     def _deviations(self, x: Tensor, peak: Tensor, ratios: list[float]) -> list[float]:
         clips = peak.reshape(1) * torch.tensor(ratios, dtype=torch.float32, device=x.device)
-        return direction_deviation(ops.cosine_terms(x, clips)).tolist()  # type: ignore[no-any-return]
+        return direction_deviation(ops.cosine_terms(x, clips)).tolist()
 
     def _golden(self, x: Tensor, peak: Tensor) -> float:
         """Golden-section search for γ in [lowest, 1]."""
@@ -172,7 +172,5 @@ class UnifiedInt8(Recipe):
 
     slug: ClassVar[str] = "unified-int8"
 
-    grad_output: TensorRule = field(
-        default_factory=lambda: TensorRule(clip=DirectionSensitive(), rounding="stochastic")
-    )
+    grad_output: TensorRule = field(default_factory=lambda: TensorRule(clip=DirectionSensitive(), rounding="stochastic"))
     learning_rate: LearningRateRule | None = field(default_factory=DeviationCounteractive)
