@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from byteback.nn import Int8Conv1d, Int8Conv2d, Int8Conv3d, Int8Layer, Int8Linear
-from byteback.nn.layer import Shared, reset_calls
+from byteback.nn.layer import Shared, begin_forward, end_forward
 from byteback.recipes import Recipe, resolve
 
 INT8_CLASSES: dict[type[nn.Module], type[Int8Layer]] = {
@@ -60,8 +60,9 @@ def prepare(model: nn.Module, recipe: Recipe | str = "unified-int8", *, keep_flo
             continue
         module.__class__ = INT8_CLASSES[type(module)]
         assert isinstance(module, Int8Layer)
-        module.attach(recipe, seed=seed, layer=number, name=name or type(model).__name__, shared=shared, counts_calls=True)
-    model.register_forward_pre_hook(reset_calls)
+        module.attach(recipe, seed=seed, layer=number, name=name or type(model).__name__, shared=shared)
+    model.register_forward_pre_hook(begin_forward)
+    model.register_forward_hook(end_forward)
     return model
 
 
@@ -76,9 +77,10 @@ def restore(model: nn.Module) -> nn.Module:
         layer.detach()
     for module in model.modules():
         module.__dict__.pop(FLOAT_REASON, None)
-        for handle, hook in list(module._forward_pre_hooks.items()):
-            if hook is reset_calls:
-                del module._forward_pre_hooks[handle]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for handle, hook in list(hooks.items()):
+                if hook in (begin_forward, end_forward):
+                    del hooks[handle]
     return model
 
 

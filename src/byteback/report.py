@@ -14,7 +14,8 @@ from torch import nn
 from byteback import ops, tables
 from byteback.convert import FLOAT_REASON, int8_layers
 from byteback.nn import Int8Layer
-from byteback.quantize import DEVIATION, GAUSSIAN, SATURATED, Quantizer, direction_deviation, quantize_fresh
+from byteback.ops.scale_rule import AXES
+from byteback.quantize import CLIP, DEVIATION, GAUSSIAN, SATURATED, Memory, Quantizer, direction_deviation
 from byteback.recipes import MagnitudeAware
 
 _PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -160,7 +161,7 @@ def _role_health(name: str, layer: Int8Layer, role: str, quantizer: Quantizer) -
     return RoleHealth(
         layer=name,
         role=role,
-        clip=float(quantizer.clip[used].max()),
+        clip=float(observed[:, CLIP].max()),
         saturated=float(observed[:, SATURATED].max()),
         deviation=float(observed[:, DEVIATION].max()),
         learning_rate_factor=layer.learning_rate_factor() if factor and role == "grad_output" else None,
@@ -172,8 +173,11 @@ def _role_health(name: str, layer: Int8Layer, role: str, quantizer: Quantizer) -
 
 def _weight_health(name: str, layer: Int8Layer) -> RoleHealth:
     """Weights have no memory, so theirs is measured now."""
-    weight = layer.weight.detach()
-    w_q = quantize_fresh(weight, layer.quantizers.handles["weight"])
-    deviation = float(direction_deviation(ops.dot_terms(weight, w_q.values, w_q.scale)))
-    peak = float(ops.absmax(weight))
-    return RoleHealth(name, "weight", peak, 0.0, deviation, None, None, int(layer.quantizers.nonfinite), 1)
+    weight, settings = layer.weight.detach(), layer.quantizers.settings["weight"]
+    axis = AXES["weight"].get(settings.rule.per, -1)
+    clip = settings.rule.clip.choose(weight, axis, Memory(weight.new_zeros(1), False, 0, 0)).clip
+    values, scale, counts, _ = ops.quantize(weight, clip)
+    deviation = float(direction_deviation(ops.dot_terms(weight, values, scale)))
+    saturated = int(counts[0]) / max(weight.numel(), 1)
+    nonfinite = int(layer.quantizers.nonfinite)
+    return RoleHealth(name, "weight", float(clip.amax()), saturated, deviation, None, None, nonfinite, 1)

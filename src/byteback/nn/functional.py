@@ -34,9 +34,12 @@ class Int8Product(Function):
     """output = input ⋆ weight, with all three products in int8 unless the recipe says otherwise."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Int8Layer, products: Products, slot: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, layer: Int8Layer, products: Products, slot: int, with_grad: bool
+    ) -> Tensor:
         recipe = layer.recipe
-        for_input, for_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        # needs_input_grad stays true under no_grad, where no backward will come.
+        for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
         x_q = w_q = None
         if recipe.output or (for_weight and recipe.grad_weight):
             x_q = _quantize_input(layer, x, slot, for_weight and recipe.grad_weight)
@@ -63,7 +66,7 @@ class Int8Product(Function):
             grads = _gradients(ctx, grad_output)
         if torch.is_grad_enabled():
             grads = _RefuseSecond.apply(ctx.layer.name, grad_output, *grads)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 class _RefuseSecond(Function):

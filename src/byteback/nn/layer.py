@@ -36,6 +36,7 @@ class Shared:
 
     def __init__(self) -> None:
         self.warned = False
+        self.counting = False  # within a forward of the prepared model, where the ordinal of a call means something
 
 
 class Int8Layer(_Base):
@@ -54,7 +55,6 @@ class Int8Layer(_Base):
         layer: int,
         name: str,
         shared: Shared | None = None,
-        counts_calls: bool = False,
     ) -> None:
         """Gives the layer its recipe and its memory."""
         self.recipe = resolve(recipe)
@@ -62,7 +62,6 @@ class Int8Layer(_Base):
         self.enabled = True
         self.hooked = False
         self.shared = shared or Shared()
-        self.counts_calls = counts_calls
         self.calls = 0
         channels = self.channels()
         self.quantizers = LayerNumerics(self.recipe, *channels, seed=seed, layer=layer, name=name).to(self.weight.device)
@@ -70,7 +69,7 @@ class Int8Layer(_Base):
     def detach(self) -> None:
         """Makes the layer the plain torch layer that it was."""
         del self.quantizers
-        for attribute in ("recipe", "name", "enabled", "hooked", "shared", "counts_calls", "calls"):
+        for attribute in ("recipe", "name", "enabled", "hooked", "shared", "calls"):
             del self.__dict__[attribute]
         self.__class__ = self.float_class  # type: ignore[assignment]
 
@@ -86,12 +85,12 @@ class Int8Layer(_Base):
         """The product without bias, under the dtype rules above."""
         self._check_dtypes(x)
         device = x.device.type
-        slot = self._next_slot()
+        slot, with_grad = self._next_slot(), torch.is_grad_enabled()
         if not torch.is_autocast_enabled(device):
-            return Int8Product.apply(x, self.weight, self, products, slot)
+            return Int8Product.apply(x, self.weight, self, products, slot, with_grad)
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            output = Int8Product.apply(x.float(), self.weight, self, products, slot)
+            output = Int8Product.apply(x.float(), self.weight, self, products, slot, with_grad)
         return output.to(dtype)
 
     def _check_dtypes(self, x: Tensor) -> None:
@@ -114,9 +113,9 @@ class Int8Layer(_Base):
     # ---- call slots ----
 
     def _next_slot(self) -> int:
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        if _recomputing():
             return RECOMPUTED
-        if not self.counts_calls:
+        if not self.shared.counting:
             return 0
         slot = min(self.calls, CALL_SLOTS - 1)
         self.calls += 1
@@ -143,10 +142,12 @@ class Int8Layer(_Base):
 
     def learning_rate_factor(self) -> float:
         """φ of this layer, from the worst direction deviation among its calls; 1 without a rule or before any search."""
-        rule, gradient = self.recipe.learning_rate, self.quantizers.grad_output
-        if rule is None or not self.enabled or not bool(gradient.initialized.any()):
+        rule, numerics = self.recipe.learning_rate, self.quantizers
+        if rule is None or not self.enabled:
             return 1.0
-        return rule.factor(float(gradient.observed[:, DEVIATION].max()))
+        copies = (numerics.grad_output, numerics.grad_output_for_weight)
+        used = [copy for copy in copies if copy is not None and bool(copy.initialized.any())]
+        return rule.factor(max(float(copy.observed[:, DEVIATION].max()) for copy in used)) if used else 1.0
 
     def watch_for_hook(self) -> None:
         """Warns once if a recipe that acts on the optimizer's step never sees one."""
@@ -155,8 +156,7 @@ class Int8Layer(_Base):
         if self.recipe.learning_rate is None and self.recipe.on_nonfinite != "skip":
             return
         count, iteration = int(self.quantizers.count), int(self.quantizers.iteration)
-        period = getattr(self.recipe.grad_output.clip, "period", 1)
-        missing = not self.hooked and iteration >= max(period, 2)
+        missing = not self.hooked and iteration >= max(self.recipe.grad_output.clip.search_period(), 2)
         silent = self.hooked and iteration == 0 and count >= _SILENT_BACKWARDS
         if missing or silent:
             self.shared.warned = True
@@ -169,10 +169,23 @@ class Int8Layer(_Base):
             )
 
 
-def reset_calls(model: nn.Module, _: Any) -> None:
-    """Forward pre-hook of a prepared model: a new forward begins (unless checkpointing recomputes an old one)."""
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-        return
-    for module in model.modules():
-        if isinstance(module, Int8Layer):
-            module.calls = 0
+def _recomputing() -> bool:
+    """Whether activation checkpointing is running a forward again, inside backward."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def begin_forward(model: nn.Module, _: Any) -> None:
+    """Forward pre-hook of a prepared model: calls are counted from here."""
+    if not _recomputing():
+        for module in model.modules():
+            if isinstance(module, Int8Layer):
+                module.calls = 0
+                module.shared.counting = True
+
+
+def end_forward(model: nn.Module, _: Any, output: Any) -> None:
+    """Forward hook of a prepared model: a layer that is called on its own, later, is a first call."""
+    if not _recomputing():
+        for module in model.modules():
+            if isinstance(module, Int8Layer):
+                module.shared.counting = False

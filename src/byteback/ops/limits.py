@@ -14,7 +14,7 @@ QMAX = 127
 """The largest magnitude of an int8 value."""
 
 TINY_CLIP = 2.0**-100
-"""A clip below this counts as zero: 127 / clip would leave the range of float32."""
+"""A clip below this counts as zero. 127 / clip would leave the range of float32 from 2^-121 on; the rest is margin."""
 
 ZERO_SCALE = 1.0
 """The scale of a tensor whose clip counts as zero. Its integers are all 0, so any positive constant will do."""

@@ -34,7 +34,7 @@ _nnpack_lock = threading.Lock()
 
 def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """int8 values, their scale, (saturated, non-finite) counts and max|x|; see `byteback.ops.quantize`."""
-    live = clip >= TINY_CLIP  # false for NaN as well
+    live = (clip >= TINY_CLIP) & (clip < math.inf)  # false for NaN as well
     safe = torch.where(live, clip, 1.0)
     y = (x * (QMAX / safe)).clamp(-QMAX, QMAX)
     y = y.round() if key is None else torch.floor(y + noise.uniform_like(x, key))

@@ -10,6 +10,7 @@ from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.quantizer import (
     CALL_SLOTS,
+    CLIP,
     DEVIATION,
     GAUSSIAN,
     SATURATED,
@@ -24,6 +25,7 @@ from byteback.quantize.rule import TensorRule
 
 __all__ = [
     "CALL_SLOTS",
+    "CLIP",
     "Choice",
     "ClipRule",
     "DEVIATION",

@@ -44,13 +44,23 @@ class Choice:
 
 @dataclass(frozen=True)
 class ClipRule:
-    """Base of all clip rules. `varies_along` names the granularities that the rule can serve."""
+    """Base of all clip rules.
+
+    varies_along    the granularities that the rule can serve
+    looks_back      whether it uses its memory; such a rule can serve gradients only, since a forward pass may be run again
+                    by activation checkpointing and must then choose as before
+    """
 
     varies_along: ClassVar[tuple[str, ...]] = ("tensor", "N", "C", "K")
+    looks_back: ClassVar[bool] = False
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
         """The clip for x, one for the whole tensor (axis -1) or one for each index of `axis`."""
         raise NotImplementedError(f"{type(self).__name__}.choose: a clip rule must say how it chooses its clip")
+
+    def search_period(self) -> int:
+        """Iterations between two searches; 1 for a rule that chooses anew every time."""
+        return 1
 
     def is_stale(self, choice: Choice, saturated: float, peak: float) -> bool:
         """Whether a clip chosen from memory proved wrong, given the saturated share and max|x| of this very tensor."""

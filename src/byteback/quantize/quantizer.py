@@ -26,7 +26,7 @@ from byteback.quantize.qtensor import QTensor
 from byteback.quantize.rule import TensorRule
 
 CALL_SLOTS = 8
-SATURATED, DEVIATION, GAUSSIAN = range(3)  # columns of Quantizer.observed
+SATURATED, DEVIATION, GAUSSIAN, CLIP = range(4)  # columns of Quantizer.observed
 
 
 class NonFiniteError(RuntimeError):
@@ -142,6 +142,7 @@ def _remembering(
     _write_down(buffers, slot, choice, now)
     observed = buffers.observed[slot]
     observed[SATURATED] = saturated / x.numel()
+    observed[CLIP] = choice.clip.amax()
     if choice.gaussian_share is not None:
         observed[GAUSSIAN] = choice.gaussian_share
     if choice.searched or now % settings.observe_every == 0:
@@ -243,7 +244,7 @@ class Quantizer(nn.Module):
     clip         what the clip rule remembers, one row per call slot, one entry per scale
     initialized  whether it remembers anything yet
     updated_at   the iteration of its last search
-    observed     saturated share, direction deviation, Gaussian share, as last seen
+    observed     saturated share, direction deviation, Gaussian share and largest clip, as last seen
     tracked      (inputs only) the average clip of training, which eval uses
     """
 
@@ -258,7 +259,7 @@ class Quantizer(nn.Module):
         self.register_buffer("clip", torch.zeros(CALL_SLOTS, channels))
         self.register_buffer("initialized", torch.zeros(CALL_SLOTS, dtype=torch.bool))
         self.register_buffer("updated_at", torch.zeros(CALL_SLOTS, dtype=torch.int64))
-        self.register_buffer("observed", torch.zeros(CALL_SLOTS, 3))
+        self.register_buffer("observed", torch.zeros(CALL_SLOTS, 4))
         self.register_buffer("tracked", torch.zeros(CALL_SLOTS, channels) if tracks else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:

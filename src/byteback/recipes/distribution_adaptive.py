@@ -38,7 +38,8 @@ class MagnitudeAware(ClipRule):
     k, a        of the average: s̄_t = (1 - k a) s̄_{t-1} + a |g|_max
     """
 
-    varies_along: ClassVar[tuple[str, ...]] = ("tensor", "C", "K")
+    varies_along: ClassVar[tuple[str, ...]] = ("tensor", "K")
+    looks_back: ClassVar[bool] = True
 
     threshold: float = 0.3
     k: float = 1.0
@@ -64,9 +65,10 @@ class MagnitudeAware(ClipRule):
         tail = ops.tail_count(x, sigma)
         tail = tail if axis == 1 else tail.sum(dim=1, keepdim=True)
         gaussian = tail.double() / count > self.threshold
-        before = memory.clip.reshape(peak.shape) if memory.initialized else peak
-        averaged = before * (1.0 - self.k * self.a) + peak * self.a
-        clip = torch.where(gaussian, peak, averaged if memory.initialized else peak)
+        clip = peak
+        if memory.initialized:
+            averaged = memory.clip.reshape(peak.shape) * (1.0 - self.k * self.a) + peak * self.a
+            clip = torch.where(gaussian, peak, averaged)
         return Choice(clip, remember=clip, gaussian_share=float(gaussian.double().mean()) if gaussian.numel() else 0.0)
 
 

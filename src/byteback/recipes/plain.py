@@ -11,6 +11,6 @@ from byteback.recipes.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class PlainInt8(Recipe):
-    """Every clip is max|x|; nothing is searched, nothing is remembered, no learning rate is scaled."""
+    """Every clip is max|x|; nothing is searched, no learning rate is scaled."""
 
     slug: ClassVar[str] = "plain-int8"

@@ -83,6 +83,12 @@ class Recipe:
                     f"{name}: {role}.rounding is 'stochastic', but the forward pass uses no noise, so that a prediction is "
                     "always the same. Round it to nearest."
                 )
+            if getattr(self, role).clip.looks_back:
+                raise ValueError(
+                    f"{name}: {role}.clip is {type(getattr(self, role).clip).__name__}, which looks back at earlier "
+                    "iterations; activation checkpointing may run a forward pass again, and it must then choose as before. Use it for "
+                    "gradients only."
+                )
         self._check_scale_rule()
 
     def operands(self, product: str) -> Iterator[tuple[str, str, TensorRule]]:

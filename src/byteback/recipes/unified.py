@@ -11,7 +11,7 @@
 
 Where we differ from the paper, and why:
 * The paper learns c by gradient descent and leaves step size and number of steps open. We search γ = c / max|g| by golden
-  section, which finds the same optimum in twelve passes; `solver="gradient-descent"` is there.
+  section, which finds the same optimum in twelve evaluations; `solver="gradient-descent"` is there.
 * Its period is 100, chosen for the cost of its solver. Ours is 10: a short run was better for it (docs/3-clipping.md).
 * Three safeguards, each a field whose None is the literal paper: a clip of 0 is never held (zero-initialised residual
   branches make the first gradients vanish); a held clip that saturates too much or has become far too wide is searched
@@ -52,6 +52,7 @@ class DirectionSensitive(ClipRule):
     """
 
     varies_along: ClassVar[tuple[str, ...]] = ("tensor",)
+    looks_back: ClassVar[bool] = True
 
     period: int = 10
     hold: str = "clip"
@@ -94,6 +95,10 @@ class DirectionSensitive(ClipRule):
         ratio = self._golden(x, peak) if self.solver == "golden" else self._descend(x, peak)
         clip = peak * ratio
         return Choice(clip, remember=clip if self.hold == "clip" else torch.full_like(clip, ratio), searched=True)
+
+    def search_period(self) -> int:
+        """The period of the paper."""
+        return self.period
 
     def is_stale(self, choice: Choice, saturated: float, peak: float) -> bool:
         """Whether a held clip no longer fits."""
