@@ -86,8 +86,8 @@ class Recipe:
             if getattr(self, role).clip.looks_back:
                 raise ValueError(
                     f"{name}: {role}.clip is {type(getattr(self, role).clip).__name__}, which looks back at earlier "
-                    "iterations; activation checkpointing may run a forward pass again, and it must then choose as before. Use it for "
-                    "gradients only."
+                    "iterations; activation checkpointing may run a forward pass again, and it must then choose as before. "
+                    "Use it for gradients only."
                 )
         self._check_scale_rule()
 
