@@ -155,9 +155,7 @@ def pixel(image: Tensor, y: float, x: float) -> Tensor:
     return upper * (1 - (y - top)) + lower * (y - top)
 
 
-def slow_roi_align(
-    images: Tensor, roi: Tensor, scale: float, size: tuple[int, int], ratio: int, aligned: bool
-) -> Tensor:
+def slow_roi_align(images: Tensor, roi: Tensor, scale: float, size: tuple[int, int], ratio: int, aligned: bool) -> Tensor:
     left, top, right, bottom = ((roi[1:] * scale) - (0.5 if aligned else 0.0)).tolist()
     extent = [bottom - top, right - left] if aligned else [max(bottom - top, 1.0), max(right - left, 1.0)]
     step = [extent[0] / size[0], extent[1] / size[1]]

@@ -16,16 +16,11 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, fx, nn
 
-from byteback.nn import Int8Conv1d, Int8Conv2d, Int8Conv3d, Int8Layer, Int8Linear
+from byteback.nn import Int8Layer
 from byteback.nn.layer import Shared, begin_forward, end_forward
+from byteback.nn.subclass import INT8_CLASSES, int8_class
 from byteback.recipes import Recipe, resolve
 
-INT8_CLASSES: dict[type[nn.Module], type[Int8Layer]] = {
-    nn.Conv1d: Int8Conv1d,
-    nn.Conv2d: Int8Conv2d,
-    nn.Conv3d: Int8Conv3d,
-    nn.Linear: Int8Linear,
-}
 FLOAT_REASON = "byteback_float_reason"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -58,11 +53,11 @@ def prepare(model: nn.Module, recipe: Recipe | str = "unified-int8", *, keep_flo
         if reason is not None:
             setattr(module, FLOAT_REASON, reason)
             continue
-        module.__class__ = INT8_CLASSES[type(module)]
+        module.__class__ = int8_class(type(module))
         assert isinstance(module, Int8Layer)
         module.attach(recipe, seed=seed, layer=number, name=name or type(model).__name__, shared=shared)
     model.register_forward_pre_hook(begin_forward)
-    model.register_forward_hook(end_forward)
+    model.register_forward_hook(end_forward, always_call=True)
     return model
 
 
@@ -81,6 +76,7 @@ def restore(model: nn.Module) -> nn.Module:
             for handle, hook in list(hooks.items()):
                 if hook in (begin_forward, end_forward):
                     del hooks[handle]
+                    module._forward_hooks_always_called.pop(handle, None)
     return model
 
 
@@ -93,8 +89,11 @@ def enabled(model: nn.Module, on: bool = True) -> nn.Module:
 
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state without quantizers: it loads with strict=True into the model as it was before `prepare`."""
-    own = {f"{name}.quantizers." if name else "quantizers." for name in int8_layers(model, "float_state_dict")}
-    return {key: value for key, value in model.state_dict().items() if not key.startswith(tuple(own))}
+    own = tuple(f"{name}.quantizers." if name else "quantizers." for name in int8_layers(model, "float_state_dict"))
+    state = model.state_dict()  # an OrderedDict with module versions, which loading wants to see
+    for key in [key for key in state if key.startswith(own)]:
+        del state[key]
+    return state
 
 
 def int8_layers(model: nn.Module, asked_by: str) -> dict[str, Int8Layer]:
@@ -114,18 +113,25 @@ def first_convolution(model: nn.Module) -> nn.Module | None:
     if isinstance(model, _CONVOLUTIONS) or len(registered) < 2:
         return registered[0] if registered else None
     try:
-        # A copy that shares its tensors: tracing runs the user's forward, which may write to the module.
-        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        # A copy that shares its weights: tracing runs the user's forward, which may write to the module.
+        shared = {id(parameter): parameter for parameter in model.parameters()}
         twin = copy.deepcopy(model, shared)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
-            graph = fx.Tracer().trace(twin)
+            graph = _Tracer().trace(twin)
     except Exception:
         return registered[0]
     for node in graph.nodes:
         if node.op == "call_module" and isinstance(twin.get_submodule(node.target), _CONVOLUTIONS):
             return model.get_submodule(node.target)
     return registered[0]
+
+
+class _Tracer(fx.Tracer):
+    """Stops at every convolution, also at those of a user's own class."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, _CONVOLUTIONS) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _check_fresh(model: nn.Module) -> None:
@@ -151,13 +157,19 @@ def _why_float(module: nn.Module, recipe: Recipe) -> str | None:
         return "transposed convolutions have no int8 kernel yet"
     if isinstance(module, nn.Linear) and not recipe.linear:
         return "Linear, as in the papers (Recipe.linear converts it)"
-    if type(module) not in INT8_CLASSES:
-        base = next(cls.__name__ for cls in type(module).__mro__ if cls in INT8_CLASSES)
-        return f"a subclass of {base} ({type(module).__name__}) whose forward may differ"
+    base = _torch_class(type(module))
+    if any(getattr(type(module), name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward")):
+        return f"a subclass of {base.__name__} ({type(module).__name__}) with a forward of its own"
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) or "weight" not in module._parameters:
+        return f"its weight is not a plain parameter ({type(module).__name__}: lazy, or computed by a hook)"
     dtype = module.weight.dtype
     if dtype != torch.float32:
         return f"its weight is {dtype}, and master weights are float32"
     return None
+
+
+def _torch_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return next(base for base in cls.__mro__ if base in INT8_CLASSES)
 
 
 def _keep_by_wildcard(layers: dict[str, nn.Module], reasons: dict[str, str | None], keep_float: Sequence[str]) -> None:

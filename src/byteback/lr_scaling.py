@@ -30,14 +30,13 @@ class LearningRateScaling:
     def __init__(self, optimizer: Optimizer, layers: dict[str, Int8Layer]) -> None:
         self.layers = layers
         self.skipped = 0
-        self._seen_nonfinite = self._count_nonfinite()
-        self._before: list[tuple[Tensor, Tensor, float]] = []
+        self._before: list[tuple[Int8Layer, Tensor]] = []
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_step),
             optimizer.register_step_post_hook(self._post_step),
         ]
         for layer in layers.values():
-            layer.hooked = True
+            layer.hooked, layer.scaling = True, self
 
     def factors(self) -> dict[str, float]:
         """The learning-rate factor of every layer."""
@@ -48,45 +47,58 @@ class LearningRateScaling:
         for handle in self._handles:
             handle.remove()
         for layer in self.layers.values():
-            layer.hooked = False
+            layer.hooked, layer.scaling = False, None
 
-    def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._must_skip():
-            self._drop_gradients(optimizer)
-        self._before = []
-        for layer in self.layers.values():
-            if layer.weight.grad is None:
-                continue
-            factor = layer.learning_rate_factor()
-            if factor != 1.0:
-                self._before.append((layer.weight, layer.weight.detach().clone(), factor))
+    def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself
+        if closure is None:
+            self._skip_if_nonfinite(optimizer)
+        # With a closure the gradients, and so the factors, come only during the step.
+        self._before = [
+            (layer, layer.weight.detach().clone())
+            for layer in self.layers.values()
+            if closure is not None or (layer.weight.grad is not None and layer.learning_rate_factor() != 1.0)
+        ]
+        if closure is None:
+            return None
+
+        def guarded() -> Any:
+            loss = closure()
+            self._skip_if_nonfinite(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": guarded}
+        return (args[0], guarded, *args[2:]), kwargs
 
     @torch.no_grad()
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for weight, before, factor in self._before:
-            weight.sub_(before).mul_(factor).add_(before)
+        for layer, before in self._before:
+            factor = layer.learning_rate_factor()
+            if factor != 1.0:
+                layer.weight.sub_(before).mul_(factor).add_(before)
         self._before = []
         for layer in self.layers.values():
             layer.quantizers.iteration.add_(1)
 
     # ---- on_nonfinite="skip" ----
 
-    def _count_nonfinite(self) -> int:
-        return sum(int(layer.quantizers.nonfinite) for layer in self.layers.values())
-
-    def _must_skip(self) -> bool:
+    def _skip_if_nonfinite(self, optimizer: Optimizer) -> None:
         skipping = [layer for layer in self.layers.values() if layer.recipe.on_nonfinite == "skip"]
         if not skipping:
-            return False
-        count = self._count_nonfinite()
-        met = count > self._seen_nonfinite
-        self._seen_nonfinite = count
+            return
+        met = False
+        for layer in skipping:
+            count = int(layer.quantizers.nonfinite)
+            met = met or count > layer.quantizers.nonfinite_seen
+            layer.quantizers.nonfinite_seen = count
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # All ranks step or none: replicas that disagree would drift apart.
             flag = torch.tensor(int(met), device=skipping[0].weight.device)
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
             met = bool(flag)
-        return met
+        if met:
+            self._drop_gradients(optimizer)
 
     def _drop_gradients(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -127,7 +139,7 @@ def _unwrap(optimizer: Any) -> Optimizer:
     """The optimizer whose step() really updates the weights, below wrappers such as accelerate's."""
     for _ in range(8):
         inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None)
-        if not isinstance(inner, Optimizer):
+        if inner is None:
             break
         optimizer = inner
     if not isinstance(optimizer, Optimizer):

@@ -6,6 +6,7 @@ Both return data (a list of dataclasses) that also prints as a table.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,15 +147,15 @@ def health(model: nn.Module) -> Health:
     for name, layer in int8_layers(model, "health").items():
         for role in ("input", "grad_output", "grad_output_for_weight"):
             quantizer = getattr(layer.quantizers, role)
-            if quantizer is not None and bool(quantizer.initialized.any()):
+            if quantizer is not None and bool(quantizer.seen.any()):
                 result.append(_role_health(name, layer, role, quantizer))
         result.append(_weight_health(name, layer))
-    result.sort(key=lambda row: -row.deviation)
+    result.sort(key=lambda row: (not math.isnan(row.deviation), -row.deviation))
     return result
 
 
 def _role_health(name: str, layer: Int8Layer, role: str, quantizer: Quantizer) -> RoleHealth:
-    used = quantizer.initialized
+    used = quantizer.seen > 0
     observed = quantizer.observed[used]
     rule = layer.quantizers.settings[role].rule.clip
     adaptive, factor = isinstance(rule, MagnitudeAware), layer.recipe.learning_rate
@@ -177,7 +178,8 @@ def _weight_health(name: str, layer: Int8Layer) -> RoleHealth:
     axis = AXES["weight"].get(settings.rule.per, -1)
     clip = settings.rule.clip.choose(weight, axis, Memory(weight.new_zeros(1), False, 0, 0)).clip
     values, scale, counts, _ = ops.quantize(weight, clip)
-    deviation = float(direction_deviation(ops.dot_terms(weight, values, scale)))
+    finite = not int(counts[1])
+    deviation = float(direction_deviation(ops.dot_terms(weight, values, scale))) if finite else math.nan
     saturated = int(counts[0]) / max(weight.numel(), 1)
     nonfinite = int(layer.quantizers.nonfinite)
     return RoleHealth(name, "weight", float(clip.amax()), saturated, deviation, None, None, nonfinite, 1)

@@ -11,12 +11,14 @@ from typing import Any
 def build(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Any:
     """A rich table; the first `left` columns are words, the others numbers."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    # Text, not str: a name such as conv[a-b] must not be taken for markup.
+    table = Table(title=Text(title), title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 

@@ -45,15 +45,26 @@ class _Int8Conv(Int8Layer):
         x = input if batched else input.unsqueeze(0)
         if x.dim() != spatial + 2 or x.shape[1] != self.in_channels:
             raise ValueError(
-                f"{self.name}: input has shape {tuple(input.shape)}, but this layer takes (N, {self.in_channels}, ...) with "
-                f"{spatial} spatial axes, or one such sample without N. Check what feeds it."
+                f"{self.int8_name}: input has shape {tuple(input.shape)}, but this layer takes (N, {self.in_channels}, ...) "
+                f"with {spatial} spatial axes, or one such sample without N. Check what feeds it."
             )
         x, padding = self._pad(x)
+        self._check_reach(x, padding)
         products = ConvProducts(self.stride, padding, self.dilation, self.groups)  # type: ignore[arg-type]
         output = self.run(x, products)
         if self.bias is not None:
             output = output + self.bias.to(output.dtype).reshape(1, -1, *(1,) * spatial)  # type: ignore[operator]
         return output if batched else output.squeeze(0)
+
+    def _check_reach(self, x: Tensor, padding: tuple[int, ...]) -> None:
+        geometry = zip(self.kernel_size, self.dilation, x.shape[2:], padding, strict=True)  # type: ignore[arg-type]
+        for axis, (kernel, dilation, size, border) in enumerate(geometry):
+            reach = dilation * (kernel - 1) + 1
+            if reach > size + 2 * border:
+                raise ValueError(
+                    f"{self.int8_name}: the kernel reaches over {reach} pixels on spatial axis {axis}, but the padded input "
+                    f"has only {size + 2 * border} there, so no output pixel exists. Use a larger image or more padding."
+                )
 
     def _pad(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """The input with what the kernel cannot pad itself, and the symmetric zero padding that it can."""

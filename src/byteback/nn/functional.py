@@ -44,7 +44,7 @@ class Int8Product(Function):
         if recipe.output or (for_weight and recipe.grad_weight):
             x_q = _quantize_input(layer, x, slot, for_weight and recipe.grad_weight)
         if recipe.output or (for_input and recipe.grad_input):
-            w_q = quantize_fresh(weight, layer.quantizers.handles["weight"])
+            w_q = quantize_fresh(weight, layer.quantizers.handles["weight"], layer.quantizers.iteration)
         if recipe.output:
             assert x_q is not None and w_q is not None
             output = products.output(x_q, w_q)
@@ -65,15 +65,17 @@ class Int8Product(Function):
         with torch.no_grad():
             grads = _gradients(ctx, grad_output)
         if torch.is_grad_enabled():
-            grads = _RefuseSecond.apply(ctx.layer.name, grad_output, *grads)
+            # The anchor needs a gradient, which grad_output itself may not: that of a plain sum is a constant.
+            anchor = torch.zeros((), device=grad_output.device, requires_grad=True)
+            grads = _RefuseSecond.apply(ctx.layer.int8_name, anchor, *grads)
         return (*grads, None, None, None, None)
 
 
 class _RefuseSecond(Function):
-    """Ties the gradients to grad_output, so that a second differentiation meets a clear error and not a silent zero."""
+    """Makes the gradients differentiable in name, so that a second differentiation meets an error and not a silent zero."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, grad_output: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, name: str, anchor: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.name = name
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
@@ -95,7 +97,7 @@ def _quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: boo
         return numerics.input.quantize(
             x, settings, numerics.iteration, numerics.nonfinite, slot=max(slot, 0), remember=remember
         )
-    return numerics.input.quantize_tracked(x, settings, max(slot, 0), per_sample=not for_grad_weight)
+    return numerics.input.quantize_tracked(x, settings, numerics.iteration, max(slot, 0), per_sample=not for_grad_weight)
 
 
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -12,7 +12,7 @@ float32, and the output has autocast's dtype, as torch's own layer would give it
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,12 @@ else:
     _Base = object
 
 _SILENT_BACKWARDS = 100  # with the hook installed, so many backward passes without a step are worth a word
+
+
+class Removable(Protocol):
+    """What is connected to the layer from above and must go when the layer turns float again."""
+
+    def remove(self) -> None: ...
 
 
 class Shared:
@@ -58,18 +64,21 @@ class Int8Layer(_Base):
     ) -> None:
         """Gives the layer its recipe and its memory."""
         self.recipe = resolve(recipe)
-        self.name = name
+        self.int8_name = name
         self.enabled = True
         self.hooked = False
-        self.shared = shared or Shared()
-        self.calls = 0
+        self.scaling: Removable | None = None
+        self.int8_shared = shared or Shared()
+        self.int8_calls = 0
         channels = self.channels()
         self.quantizers = LayerNumerics(self.recipe, *channels, seed=seed, layer=layer, name=name).to(self.weight.device)
 
     def detach(self) -> None:
         """Makes the layer the plain torch layer that it was."""
         del self.quantizers
-        for attribute in ("recipe", "name", "enabled", "hooked", "shared", "calls"):
+        if self.scaling is not None:
+            self.scaling.remove()
+        for attribute in ("recipe", "enabled", "hooked", "scaling", "int8_name", "int8_shared", "int8_calls"):
             del self.__dict__[attribute]
         self.__class__ = self.float_class  # type: ignore[assignment]
 
@@ -79,7 +88,7 @@ class Int8Layer(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a loaded model has no optimizer of ours behind it.
-        return {**self.__dict__, "hooked": False}
+        return {**self.__dict__, "hooked": False, "scaling": None}
 
     def run(self, x: Tensor, products: Products) -> Tensor:
         """The product without bias, under the dtype rules above."""
@@ -96,17 +105,17 @@ class Int8Layer(_Base):
     def _check_dtypes(self, x: Tensor) -> None:
         if self.weight.dtype != torch.float32:
             raise TypeError(
-                f"{self.name}: weight is {self.weight.dtype}, but int8 training keeps its master weights in float32. "
+                f"{self.int8_name}: weight is {self.weight.dtype}, but int8 training keeps its master weights in float32. "
                 "Leave the model in float32 (model.float()) and use torch.autocast for the layers around it."
             )
         if x.device != self.weight.device:
             raise RuntimeError(
-                f"{self.name}: input is on {x.device} and weight on {self.weight.device}; a product needs both on one "
+                f"{self.int8_name}: input is on {x.device} and weight on {self.weight.device}; a product needs both on one "
                 f"device. Move the input with .to({str(self.weight.device)!r})."
             )
         if x.dtype != torch.float32 and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
             raise TypeError(
-                f"{self.name}: input is {x.dtype}, but int8 layers take float32 (any float under autocast). "
+                f"{self.int8_name}: input is {x.dtype}, but int8 layers take float32 (any float under autocast). "
                 "Call .float() on the input."
             )
 
@@ -115,20 +124,20 @@ class Int8Layer(_Base):
     def _next_slot(self) -> int:
         if _recomputing():
             return RECOMPUTED
-        if not self.shared.counting:
+        if not self.int8_shared.counting:
             return 0
-        slot = min(self.calls, CALL_SLOTS - 1)
-        self.calls += 1
+        slot = min(self.int8_calls, CALL_SLOTS - 1)
+        self.int8_calls += 1
         return slot
 
     def backward_slot(self, slot: int) -> int:
         """The slot of a backward pass. Reentrant checkpointing runs it on a recomputed forward, whose ordinal is lost."""
         if slot != RECOMPUTED:
             return slot
-        if self.calls > 1:
+        if self.int8_calls > 1:
             raise RuntimeError(
-                f"{self.name}: this layer is called {self.calls} times in one forward and reentrant checkpointing recomputes "
-                "it, so which call a gradient belongs to is unknown. Use checkpoint(..., use_reentrant=False)."
+                f"{self.int8_name}: this layer is called {self.int8_calls} times in one forward and reentrant checkpointing "
+                "recomputes it, so which call a gradient belongs to is unknown. Use checkpoint(..., use_reentrant=False)."
             )
         return 0
 
@@ -146,12 +155,11 @@ class Int8Layer(_Base):
         if rule is None or not self.enabled:
             return 1.0
         copies = (numerics.grad_output, numerics.grad_output_for_weight)
-        used = [copy for copy in copies if copy is not None and bool(copy.initialized.any())]
-        return rule.factor(max(float(copy.observed[:, DEVIATION].max()) for copy in used)) if used else 1.0
+        return rule.factor(max(float(copy.observed[:, DEVIATION].max()) for copy in copies if copy is not None))
 
     def watch_for_hook(self) -> None:
         """Warns once if a recipe that acts on the optimizer's step never sees one."""
-        if torch.compiler.is_compiling() or self.shared.warned or not self.training:
+        if torch.compiler.is_compiling() or self.int8_shared.warned or not self.training:
             return
         if self.recipe.learning_rate is None and self.recipe.on_nonfinite != "skip":
             return
@@ -159,10 +167,10 @@ class Int8Layer(_Base):
         missing = not self.hooked and iteration >= max(self.recipe.grad_output.clip.search_period(), 2)
         silent = self.hooked and iteration == 0 and count >= _SILENT_BACKWARDS
         if missing or silent:
-            self.shared.warned = True
+            self.int8_shared.warned = True
             reason = "no optimizer is connected" if missing else f"no optimizer step was seen in {count} backward passes"
             warnings.warn(
-                f"{self.name}: {type(self.recipe).__name__} acts on the optimizer's step (learning-rate factors, skipped "
+                f"{self.int8_name}: {type(self.recipe).__name__} acts on the optimizer's step (learning-rate factors, skipped "
                 f"steps), but {reason}, so it trains without that part. Call "
                 "byteback.scale_learning_rates(optimizer, model) with the optimizer whose step() you call.",
                 stacklevel=3,
@@ -179,8 +187,8 @@ def begin_forward(model: nn.Module, _: Any) -> None:
     if not _recomputing():
         for module in model.modules():
             if isinstance(module, Int8Layer):
-                module.calls = 0
-                module.shared.counting = True
+                module.int8_calls = 0
+                module.int8_shared.counting = True
 
 
 def end_forward(model: nn.Module, _: Any, output: Any) -> None:
@@ -188,4 +196,4 @@ def end_forward(model: nn.Module, _: Any, output: Any) -> None:
     if not _recomputing():
         for module in model.modules():
             if isinstance(module, Int8Layer):
-                module.shared.counting = False
+                module.int8_shared.counting = False

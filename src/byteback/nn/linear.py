@@ -36,7 +36,7 @@ class Int8Linear(Int8Layer, nn.Linear):
             return super().forward(input)
         if input.dim() < 1 or input.shape[-1] != self.in_features:
             raise ValueError(
-                f"{self.name}: input has shape {tuple(input.shape)}, but this layer takes (..., {self.in_features}). "
+                f"{self.int8_name}: input has shape {tuple(input.shape)}, but this layer takes (..., {self.in_features}). "
                 "Check what feeds it."
             )
         rows = input.reshape(-1, self.in_features)

@@ -8,7 +8,6 @@ strict=True and resets them; a checkpoint that has some but not all of them is a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,6 +62,7 @@ class LayerNumerics(nn.Module):
         self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False) if own else None
         self.settings = _settings(recipe, name)
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
+        self.nonfinite_seen = 0  # how much of `nonfinite` the optimizer's hook has dealt with
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Handles belong to a process, so a copy from another one gets its own."""
@@ -84,10 +84,7 @@ class LayerNumerics(nn.Module):
                 quantizer.reset()
         for counter in (self.count, self.iteration, self.nonfinite):
             counter.zero_()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerNumerics:
-        super()._apply(fn, recurse)
-        return self
+        self.nonfinite_seen = 0
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         own = {prefix + name for name in self.state_dict()}
@@ -104,6 +101,7 @@ class LayerNumerics(nn.Module):
             )
             state_dict[prefix + "numerics_version"] = torch.tensor(NUMERICS_VERSION)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.nonfinite_seen = int(self.nonfinite)  # a loaded count tells of steps long gone
 
 
 def _entries(rule: TensorRule, channels: int) -> int:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators as PyTorch sees them: schemas, kernels, fake kernels, and the checks at the door.
 
-Every operator is defined once here. Its kernel is the reference; its fake gives the shape, dtype and strides that the
-kernel will give, so that `torch.compile` can trace through it. Arguments are checked here and trusted from here on.
+Every operator is defined once here. Its kernel is the reference or the native library, whichever path is current; its
+fake gives the shape, dtype and strides that the kernel will give, so that `torch.compile` can trace through it. Arguments
+are checked here and trusted from here on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.ops import layout, reference, statistics
+from byteback.ops import layout, native, native_kernels, reference, statistics
 from byteback.ops.scale_rule import check_scale
 
 _library = torch.library.Library("byteback", "DEF")
@@ -25,6 +26,14 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"byteback::{name}", fake, lib=_library)
+
+
+def _natively(*tensors: Tensor) -> bool:
+    """Whether the native library serves these tensors; the reference takes other devices and empty tensors."""
+    if native.number() is None:
+        native.last_kernel = ""
+        return False
+    return all(tensor.device.type == "cpu" and tensor.numel() > 0 for tensor in tensors)
 
 
 # ---- checks at the door ----------------------------------------------------------------------------------------------
@@ -107,7 +116,9 @@ def _conv_checked(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geome
 
 
 def _conv(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
-    _conv_checked(x, x_scale, w, w_scale, *geometry)
+    size = _conv_checked(x, x_scale, w, w_scale, *geometry)
+    if _natively(x, w):
+        return native_kernels.conv_int8(x, x_scale, w, w_scale, size, *geometry)
     return reference.conv_int8(x, x_scale, w, w_scale, *geometry)
 
 
@@ -125,6 +136,8 @@ def _grad_input_checked(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, 
 
 def _grad_input(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, *rest: Any) -> Tensor:
     _grad_input_checked(g, g_scale, w, w_scale, *rest)
+    if _natively(g, w):
+        return native_kernels.conv_int8_grad_input(g, g_scale, w, w_scale, *rest)
     return reference.conv_int8_grad_input(g, g_scale, w, w_scale, *rest)
 
 
@@ -145,6 +158,8 @@ def _grad_weight_checked(
 
 def _grad_weight(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, *rest: Any) -> Tensor:
     _grad_weight_checked(g, g_scale, x, x_scale, *rest)
+    if _natively(g, x):
+        return native_kernels.conv_int8_grad_weight(g, g_scale, x, x_scale, *rest)
     return reference.conv_int8_grad_weight(g, g_scale, x, x_scale, *rest)
 
 
@@ -186,6 +201,8 @@ def _check_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Non
 
 def _matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     _check_matmul(a, a_scale, b, b_scale)
+    if _natively(a, b):
+        return native_kernels.matmul_int8(a, a_scale, b, b_scale)
     return reference.matmul_int8(a, a_scale, b, b_scale)
 
 
@@ -217,7 +234,7 @@ def _check_quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> None:
 
 def _quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_quantize(x, clip, key)
-    return reference.quantize(x, clip, key)
+    return (native_kernels if _natively(x) else reference).quantize(x, clip, key)
 
 
 def _quantize_fake(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -240,6 +257,8 @@ def _kept(x: Tensor, axis: int) -> list[int]:
 
 def _absmax(x: Tensor, axis: int) -> Tensor:
     check_float("absmax", "x", x, least_rank=1)
+    if x.dim() > 1 and axis < 2 and _natively(x):
+        return native_kernels.absmax(x, axis)
     return statistics.absmax(x, axis)
 
 
@@ -248,7 +267,7 @@ define("absmax(Tensor x, int axis) -> Tensor", _absmax, lambda x, axis: x.new_em
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_float("moments", "x", x)
-    return statistics.moments(x)
+    return (native_kernels if _natively(x) else statistics).moments(x)
 
 
 def _moments_fake(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,21 +278,21 @@ def _moments_fake(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 define("moments(Tensor x) -> (Tensor, Tensor, Tensor)", _moments, _moments_fake)
 define(
     "tail_count(Tensor x, Tensor threshold) -> Tensor",
-    statistics.tail_count,
+    lambda x, threshold: (native_kernels if _natively(x) else statistics).tail_count(x, threshold),
     lambda x, threshold: x.new_empty(_kept(x, 1), dtype=torch.int64),
 )
 define(
     "dot_terms(Tensor x, Tensor values, Tensor scale) -> Tensor",
-    statistics.dot_terms,
+    lambda x, values, scale: (native_kernels if _natively(x) else statistics).dot_terms(x, values, scale),
     lambda x, values, scale: x.new_empty(3, dtype=torch.float64),
 )
 define(
     "cosine_terms(Tensor x, Tensor clips) -> Tensor",
-    statistics.cosine_terms,
+    lambda x, clips: (native_kernels if _natively(x) else statistics).cosine_terms(x, clips),
     lambda x, clips: x.new_empty(clips.shape[0], 3, dtype=torch.float64),
 )
 define(
     "cosine_slope_terms(Tensor x, Tensor clip) -> Tensor",
-    statistics.cosine_slope_terms,
+    lambda x, clip: (native_kernels if _natively(x) else statistics).cosine_slope_terms(x, clip),
     lambda x, clip: x.new_empty(5, dtype=torch.float64),
 )

@@ -39,7 +39,7 @@ def ordered_sum(rows: Tensor) -> Tensor:
     missing = blocks * STATISTICS_BLOCK - rows.shape[0]
     if missing:
         rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
-    rows = rows.reshape(blocks, STATISTICS_BLOCK, -1)
+    rows = rows.reshape(blocks, STATISTICS_BLOCK, rows.shape[1])
     total = rows[:, 0].clone()
     for row in range(1, STATISTICS_BLOCK):
         total += rows[:, row]

@@ -51,6 +51,7 @@ class Buffers(NamedTuple):
     initialized: Tensor
     updated_at: Tensor
     observed: Tensor
+    seen: Tensor
     tracked: Tensor | None
     nonfinite: Tensor
 
@@ -101,16 +102,16 @@ def _write_down(quantizer: Buffers, slot: int, choice: Choice, iteration: int) -
         row = quantizer.clip[slot]
         # Scales per sample have no fixed shape: of those the largest clip is kept.
         row.copy_(entries if entries.numel() == row.numel() else entries.amax())
-        quantizer.initialized[slot] = True
+        quantizer.initialized[slot] = 1.0
     if choice.searched:
         quantizer.updated_at[slot] = iteration
 
 
-def _track(tracked: Tensor, clip: Tensor, initialized: bool, momentum: float) -> None:
+def _track(tracked: Tensor, clip: Tensor, seen: bool, momentum: float) -> None:
     """Exponential average of the clips seen in training, for eval."""
     entries = clip.reshape(-1)
     entries = entries if entries.numel() == tracked.numel() else entries.amax()
-    tracked.copy_(tracked * (1.0 - momentum) + entries * momentum if initialized else entries)
+    tracked.copy_(tracked * (1.0 - momentum) + entries * momentum if seen else entries)
 
 
 def _remembering(
@@ -126,13 +127,18 @@ def _remembering(
     axis = AXES[settings.role].get(settings.rule.per, -1)
     now = int(iteration)
     rule = settings.rule.clip
-    memory = Memory(buffers.clip[slot], bool(buffers.initialized[slot]), int(buffers.updated_at[slot]), now)
+    # A rule that does not say so must not look back: a forward that is run again has to choose as before.
+    known = rule.looks_back and bool(buffers.initialized[slot])
+    memory = Memory(buffers.clip[slot], known, int(buffers.updated_at[slot]), now)
     choice = rule.choose(x, axis, memory)
     values, scale, counts, peak = ops.quantize(x, choice.clip, key)
     saturated, bad = counts.tolist()
     if bad:
-        buffers.nonfinite.add_(1)
-        return _refuse(values, scale, settings, bad, now)
+        # Outside training, and in a forward that is run again, there is no step to skip and nothing to count.
+        counts_for_step = remember or settings.role == "grad_output"
+        if counts_for_step:
+            buffers.nonfinite.add_(1)
+        return _refuse(values, scale, settings if counts_for_step else _outside_training(settings), bad, now)
     if rule.is_stale(choice, saturated / max(x.numel(), 1), float(peak)):
         choice = rule.choose(x, axis, replace(memory, initialized=False))
         values, scale, counts, _ = ops.quantize(x, choice.clip, key)
@@ -148,16 +154,17 @@ def _remembering(
     if choice.searched or now % settings.observe_every == 0:
         observed[DEVIATION] = direction_deviation(ops.dot_terms(x, values, scale))
     if buffers.tracked is not None:
-        _track(buffers.tracked[slot], choice.clip, memory.initialized, settings.momentum)
+        _track(buffers.tracked[slot], choice.clip, bool(buffers.seen[slot]), settings.momentum)
+    buffers.seen[slot] = 1.0
     return values, scale
 
 
 def _from_tracked(
-    x: Tensor, tracked: Tensor, initialized: Tensor, settings: Settings, slot: int, per_sample: bool
+    x: Tensor, tracked: Tensor, seen: Tensor, iteration: Tensor, settings: Settings, slot: int, per_sample: bool
 ) -> tuple[Tensor, Tensor]:
     """Eval: the clip that training tracked; without one, each sample's own maximum (or the batch's, for a gradient)."""
     axis = AXES[settings.role].get(settings.rule.per, -1)
-    if bool(initialized[slot]):
+    if bool(seen[slot]):
         clip = _shaped(tracked[slot], x, axis)
         clip = clip.expand(x.shape[0], *clip.shape[1:]).contiguous() if per_sample else clip.clone()
     else:
@@ -165,13 +172,16 @@ def _from_tracked(
     values, scale, counts, _ = ops.quantize(x, clip)
     bad = int(counts[1])
     if bad:
-        # Outside training there is no step to skip: a prediction from NaN is NaN.
-        policy = settings if settings.on_nonfinite == "raise" else settings._replace(on_nonfinite="propagate")
-        return _refuse(values, scale, policy, bad, -1)
+        return _refuse(values, scale, _outside_training(settings), bad, int(iteration))
     return values, scale
 
 
-def _fresh(x: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+def _outside_training(settings: Settings) -> Settings:
+    """There is no step to skip: a prediction from NaN is NaN."""
+    return settings if settings.on_nonfinite == "raise" else settings._replace(on_nonfinite="propagate")
+
+
+def _fresh(x: Tensor, iteration: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """A tensor without memory, such as a weight."""
     axis = AXES[settings.role].get(settings.rule.per, -1)
     clip = settings.rule.clip.choose(x, axis, Memory(x.new_zeros(1), False, 0, 0)).clip
@@ -180,7 +190,7 @@ def _fresh(x: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     if bad:
         # Skipping steps would never mend a weight that is NaN already.
         policy = settings if settings.on_nonfinite == "propagate" else settings._replace(on_nonfinite="raise")
-        return _refuse(values, scale, policy, bad, -1)
+        return _refuse(values, scale, policy, bad, int(iteration))
     return values, scale
 
 
@@ -197,45 +207,42 @@ def _axis(handle: int) -> int:
     return AXES[settings.role].get(settings.rule.per, -1)
 
 
+def _remembering_op(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *buffers, iteration, key, settings, slot, remember = rest
+    return _remembering(x, Buffers(*buffers), iteration, key, _settings[settings], slot, remember)
+
+
+def _remembering_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _fake(x, _axis(rest[-3]))
+
+
 define(
     "quantize_remembering(Tensor x, Tensor(a!) clip, Tensor(b!) initialized, Tensor(c!) updated_at, Tensor(d!) observed, "
-    "Tensor(e!)? tracked, Tensor(f!) nonfinite, Tensor iteration, Tensor? key, int settings, int slot, bool remember) "
-    "-> (Tensor, Tensor)",
-    lambda x, clip, initialized, updated_at, observed, tracked, nonfinite, iteration, key, settings, slot, remember: (
-        _remembering(
-            x,
-            Buffers(clip, initialized, updated_at, observed, tracked, nonfinite),
-            iteration,
-            key,
-            _settings[settings],
-            slot,
-            remember,
-        )
-    ),
-    lambda x, clip, initialized, updated_at, observed, tracked, nonfinite, iteration, key, settings, slot, remember: _fake(
-        x, _axis(settings)
-    ),
+    "Tensor(e!) seen, Tensor(f!)? tracked, Tensor(g!) nonfinite, Tensor iteration, Tensor? key, int settings, int slot, "
+    "bool remember) -> (Tensor, Tensor)",
+    _remembering_op,
+    _remembering_fake,
 )
 define(
-    "quantize_tracked(Tensor x, Tensor tracked, Tensor initialized, int settings, int slot, bool per_sample) "
+    "quantize_tracked(Tensor x, Tensor tracked, Tensor seen, Tensor iteration, int settings, int slot, bool per_sample) "
     "-> (Tensor, Tensor)",
-    lambda x, tracked, initialized, settings, slot, per_sample: _from_tracked(
-        x, tracked, initialized, _settings[settings], slot, per_sample
+    lambda x, tracked, seen, iteration, settings, slot, per_sample: _from_tracked(
+        x, tracked, seen, iteration, _settings[settings], slot, per_sample
     ),
-    lambda x, tracked, initialized, settings, slot, per_sample: _fake(x, 0 if per_sample else _axis(settings)),
+    lambda x, tracked, seen, iteration, settings, slot, per_sample: _fake(x, 0 if per_sample else _axis(settings)),
 )
 define(
-    "quantize_fresh(Tensor x, int settings) -> (Tensor, Tensor)",
-    lambda x, settings: _fresh(x, _settings[settings]),
-    lambda x, settings: _fake(x, _axis(settings)),
+    "quantize_fresh(Tensor x, Tensor iteration, int settings) -> (Tensor, Tensor)",
+    lambda x, iteration, settings: _fresh(x, iteration, _settings[settings]),
+    lambda x, iteration, settings: _fake(x, _axis(settings)),
 )
 
 
-def quantize_fresh(x: Tensor, settings: int) -> QTensor:
+def quantize_fresh(x: Tensor, settings: int, iteration: Tensor) -> QTensor:
     """x as int8 by a rule that needs no memory; `settings` is registered."""
     if torch.compiler.is_compiling():
-        return QTensor(*torch.ops.byteback.quantize_fresh(x, settings))
-    return QTensor(*_fresh(x, _settings[settings]))
+        return QTensor(*torch.ops.byteback.quantize_fresh(x, iteration, settings))
+    return QTensor(*_fresh(x, iteration, _settings[settings]))
 
 
 class Quantizer(nn.Module):
@@ -245,21 +252,26 @@ class Quantizer(nn.Module):
     initialized  whether it remembers anything yet
     updated_at   the iteration of its last search
     observed     saturated share, direction deviation, Gaussian share and largest clip, as last seen
+    seen         whether anything was observed yet
     tracked      (inputs only) the average clip of training, which eval uses
+
+    Flags are floats, 0 or 1: an average of models (an EMA of buffers) can subtract those.
     """
 
     clip: Tensor
     initialized: Tensor
     updated_at: Tensor
     observed: Tensor
+    seen: Tensor
     tracked: Tensor | None
 
     def __init__(self, channels: int, tracks: bool) -> None:
         super().__init__()
         self.register_buffer("clip", torch.zeros(CALL_SLOTS, channels))
-        self.register_buffer("initialized", torch.zeros(CALL_SLOTS, dtype=torch.bool))
+        self.register_buffer("initialized", torch.zeros(CALL_SLOTS))
         self.register_buffer("updated_at", torch.zeros(CALL_SLOTS, dtype=torch.int64))
         self.register_buffer("observed", torch.zeros(CALL_SLOTS, 4))
+        self.register_buffer("seen", torch.zeros(CALL_SLOTS))
         self.register_buffer("tracked", torch.zeros(CALL_SLOTS, channels) if tracks else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
@@ -287,15 +299,15 @@ class Quantizer(nn.Module):
         remember: bool = True,
     ) -> QTensor:
         """x as int8, with the clip that the rule of the registered `settings` chooses now."""
-        buffers = Buffers(self.clip, self.initialized, self.updated_at, self.observed, self.tracked, nonfinite)
+        buffers = Buffers(self.clip, self.initialized, self.updated_at, self.observed, self.seen, self.tracked, nonfinite)
         if torch.compiler.is_compiling():
             return QTensor(*torch.ops.byteback.quantize_remembering(x, *buffers, iteration, key, settings, slot, remember))
         return QTensor(*_remembering(x, buffers, iteration, key, _settings[settings], slot, remember))
 
-    def quantize_tracked(self, x: Tensor, settings: int, slot: int, per_sample: bool) -> QTensor:
+    def quantize_tracked(self, x: Tensor, settings: int, iteration: Tensor, slot: int, per_sample: bool) -> QTensor:
         """x as int8 with the clip that training tracked, so that a prediction does not depend on its batch."""
         assert self.tracked is not None, "only input quantizers track a clip"
         if torch.compiler.is_compiling():
-            args: tuple[Any, ...] = (x, self.tracked, self.initialized, settings, slot, per_sample)
+            args = (x, self.tracked, self.seen, iteration, settings, slot, per_sample)
             return QTensor(*torch.ops.byteback.quantize_tracked(*args))
-        return QTensor(*_from_tracked(x, self.tracked, self.initialized, _settings[settings], slot, per_sample))
+        return QTensor(*_from_tracked(x, self.tracked, self.seen, iteration, _settings[settings], slot, per_sample))

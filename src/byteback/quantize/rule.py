@@ -24,6 +24,11 @@ class TensorRule:
     per: str = "tensor"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.clip, ClipRule) or "__dataclass_fields__" not in type(self.clip).__dict__:
+            raise TypeError(
+                f"TensorRule: clip is {self.clip!r}; it must be a ClipRule that is a frozen dataclass itself, since rules are "
+                "told apart by their fields. Decorate its class with @dataclass(frozen=True)."
+            )
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"TensorRule: rounding is {self.rounding!r}; choose one of {', '.join(ROUNDINGS)}.")
         if self.per not in GRANULARITIES:

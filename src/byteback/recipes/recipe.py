@@ -72,6 +72,11 @@ class Recipe:
         ):
             if value not in known:
                 raise ValueError(f"{name}: {what} is {value!r}; choose one of {', '.join(known)}.")
+        if self.learning_rate is not None and "__dataclass_fields__" not in type(self.learning_rate).__dict__:
+            raise TypeError(
+                f"{name}: learning_rate is {self.learning_rate!r}; it must be a LearningRateRule that is a frozen dataclass "
+                "itself. Decorate its class with @dataclass(frozen=True)."
+            )
         if not 0.0 < self.momentum <= 1.0 or self.observe_every < 1:
             raise ValueError(
                 f"{name}: momentum is {self.momentum} and observe_every {self.observe_every}; momentum must lie in (0, 1] and "

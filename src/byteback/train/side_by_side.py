@@ -13,7 +13,7 @@ from byteback.train.data import digits
 from byteback.train.loop import Result, train
 
 
-def side_by_side(config: TrainConfig, console: Console) -> list[Result]:
+def run(config: TrainConfig, console: Console) -> list[Result]:
     """Trains every recipe of the config with a progress bar, and prints the comparison."""
     for recipe in config.recipe:
         if recipe != FLOAT:

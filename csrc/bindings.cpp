@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// The only file that knows Python. Tensors come as raw addresses (checked on the Python side, ops/native.py), shapes as
+// plain integers, and the interpreter's lock is released while a kernel runs.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <tuple>
+
+#include "conv.h"
+#include "generic.h"
+#include "plan.h"
+#ifdef BYTEBACK_AVX2
+#include "avx2.h"
+#endif
+
+namespace nb = nanobind;
+using namespace byteback;
+
+namespace {
+
+using Address = uintptr_t;
+using ShapeNumbers = std::array<s64, 22>;
+using RowNumbers = std::array<s64, 6>;
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+ConvShape shape_of(const ShapeNumbers& n) {
+    ConvShape s{n[0], n[1], n[2], n[3], {}, {}, {}, {}, {}, {}};
+    s64(*arrays[])[3] = {&s.in, &s.kernel, &s.out, &s.stride, &s.padding, &s.dilation};
+    for (size_t i = 0; i < 6; ++i) std::copy_n(n.begin() + 4 + 3 * static_cast<long>(i), 3, *arrays[i]);
+    return s;
+}
+
+Rows rows_of(const RowNumbers& n) { return {n[0], n[1], n[2], n[3], n[4], n[5]}; }
+
+using Product = const char* (*)(Path, const ConvShape&, const s8*, const s8*, Factor, f32*, int);
+
+template <Product product>
+std::string run_product(int path, const ShapeNumbers& shape, Address a, Address b, Address factor, s64 row, s64 column,
+                        Address result, int threads) {
+    nb::gil_scoped_release unlocked;
+    const Factor f{at<const f32>(factor), row, column};
+    return product(static_cast<Path>(path), shape_of(shape), at<const s8>(a), at<const s8>(b), f, at<f32>(result), threads);
+}
+
+std::tuple<std::string, std::string> explain(int path, int kind, const ShapeNumbers& shape) {
+    const Plan plan = make_plan(shape_of(shape), static_cast<ProductKind>(kind), static_cast<Path>(path));
+    return {name_of(plan.algorithm), plan.reason};
+}
+
+// One elementwise function for each path: `BYTEBACK_CALL(name)(arguments)` picks by `path`.
+#ifdef BYTEBACK_AVX2
+#define BYTEBACK_CALL(name, ...) \
+    (static_cast<Path>(path) == Path::avx2 ? avx2::name(__VA_ARGS__) : generic::name(__VA_ARGS__))
+#else
+#define BYTEBACK_CALL(name, ...) ((void)path, generic::name(__VA_ARGS__))
+#endif
+
+std::tuple<s64, s64, f64> quantize(int path, const RowNumbers& rows, Address x, Address clip, s64 clip_outer, s64 clip_channel,
+                                   bool stochastic, u32 k0, u32 k1, Address q, int threads) {
+    nb::gil_scoped_release unlocked;
+    const PerScale clips{at<const f32>(clip), clip_outer, clip_channel};
+    const Noise noise{stochastic, k0, k1};
+    const Report r = BYTEBACK_CALL(quantize, rows_of(rows), at<const f32>(x), clips, noise, at<s8>(q), threads);
+    return {r.saturated, r.nonfinite, static_cast<f64>(r.peak)};
+}
+
+void absmax(int path, const RowNumbers& rows, Address x, Address result, bool per_outer, int threads) {
+    nb::gil_scoped_release unlocked;
+    if (per_outer)
+        BYTEBACK_CALL(absmax_outer, rows_of(rows), at<const f32>(x), at<f32>(result), threads);
+    else
+        BYTEBACK_CALL(absmax, rows_of(rows), at<const f32>(x), at<f32>(result), threads);
+}
+
+void moments(int path, const RowNumbers& rows, Address x, Address peak, Address sum, Address squares, int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(moments, rows_of(rows), at<const f32>(x), at<f32>(peak), at<f64>(sum), at<f64>(squares), threads);
+}
+
+void tail_count(int path, const RowNumbers& rows, Address x, Address threshold, s64 channel, Address counts, int threads) {
+    nb::gil_scoped_release unlocked;
+    const PerScale thresholds{at<const f32>(threshold), 0, channel};
+    BYTEBACK_CALL(tail_count, rows_of(rows), at<const f32>(x), thresholds, at<s64>(counts), threads);
+}
+
+void cosine_terms(int path, const RowNumbers& rows, Address x, Address clips, s64 count, Address terms, int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(cosine_terms, rows_of(rows), at<const f32>(x), at<const f32>(clips), count, at<f64>(terms), threads);
+}
+
+void cosine_slope_terms(int path, const RowNumbers& rows, Address x, f32 clip, Address terms, int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(cosine_slope_terms, rows_of(rows), at<const f32>(x), clip, at<f64>(terms), threads);
+}
+
+void dot_terms(int path, const RowNumbers& rows, Address x, Address q, Address scale, s64 outer, s64 channel, Address terms,
+               int threads) {
+    nb::gil_scoped_release unlocked;
+    const PerScale scales{at<const f32>(scale), outer, channel};
+    BYTEBACK_CALL(dot_terms, rows_of(rows), at<const f32>(x), at<const s8>(q), scales, at<f64>(terms), threads);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Native kernels of Byteback; used through byteback.ops.";
+    m.def("is_compiled", [](int path) { return is_compiled(static_cast<Path>(path)); });
+    m.def("cpu_supports", [](int path) { return cpu_supports(static_cast<Path>(path)); });
+    m.def("conv_output", &run_product<conv_output>);
+    m.def("conv_grad_input", &run_product<conv_grad_input>);
+    m.def("conv_grad_weight", &run_product<conv_grad_weight>);
+    m.def("explain", &explain);
+    m.def("quantize", &quantize);
+    m.def("absmax", &absmax);
+    m.def("moments", &moments);
+    m.def("tail_count", &tail_count);
+    m.def("cosine_terms", &cosine_terms);
+    m.def("cosine_slope_terms", &cosine_slope_terms);
+    m.def("dot_terms", &dot_terms);
+}

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "conv.h"
+
+#include "generic.h"
+#include "plan.h"
+#ifdef BYTEBACK_AVX2
+#include "avx2.h"
+#endif
+
+namespace byteback {
+
+const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+#ifdef BYTEBACK_AVX2
+    const Plan plan = make_plan(s, ProductKind::output, path);
+    switch (plan.algorithm) {
+        case Algorithm::depthwise: avx2::depthwise_output(s, x, w, factor, y, threads); return "avx2/depthwise";
+        case Algorithm::winograd: avx2::winograd_output(s, x, w, factor, y, threads); return "avx2/winograd";
+        case Algorithm::gemm: {
+            const bool nonnegative = !avx2::any_negative(x, s.batch * s.in_pixels() * s.in_channels, threads);
+            avx2::gemm_output(s, x, w, factor, y, nonnegative, threads);
+            return nonnegative ? "avx2/gemm_u8" : "avx2/gemm_s16";
+        }
+        case Algorithm::direct: break;
+    }
+#endif
+    (void)path;
+    generic::conv_output(s, x, w, factor, y, threads);
+    return "generic/direct";
+}
+
+const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+#ifdef BYTEBACK_AVX2
+    switch (make_plan(s, ProductKind::grad_input, path).algorithm) {
+        case Algorithm::depthwise: avx2::depthwise_grad_input(s, g, w, factor, dx, threads); return "avx2/depthwise";
+        case Algorithm::winograd: avx2::winograd_grad_input(s, g, w, factor, dx, threads); return "avx2/winograd";
+        case Algorithm::gemm: avx2::gemm_grad_input(s, g, w, factor, dx, threads); return "avx2/gemm_s16";
+        case Algorithm::direct: break;
+    }
+#endif
+    (void)path;
+    generic::conv_grad_input(s, g, w, factor, dx, threads);
+    return "generic/direct";
+}
+
+const char* conv_grad_weight(Path path, const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {
+#ifdef BYTEBACK_AVX2
+    switch (make_plan(s, ProductKind::grad_weight, path).algorithm) {
+        case Algorithm::depthwise: avx2::depthwise_grad_weight(s, g, x, factor, dw, threads); return "avx2/depthwise";
+        case Algorithm::winograd: avx2::winograd_grad_weight(s, g, x, factor, dw, threads); return "avx2/winograd";
+        case Algorithm::gemm: {
+            const bool nonnegative = !avx2::any_negative(x, s.batch * s.in_pixels() * s.in_channels, threads);
+            avx2::gemm_grad_weight(s, g, x, factor, dw, nonnegative, threads);
+            return nonnegative ? "avx2/gemm_u8" : "avx2/gemm_s16";
+        }
+        case Algorithm::direct: break;
+    }
+#endif
+    (void)path;
+    generic::conv_grad_weight(s, g, x, factor, dw, threads);
+    return "generic/direct";
+}
+
+}  // namespace byteback

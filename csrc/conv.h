@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// The three products as the outside sees them: they ask the planner and call the kernel that it chose.
+#pragma once
+
+#include "path.h"
+#include "types.h"
+
+namespace byteback {
+
+// Each returns the name of the kernel that served, such as "avx2/winograd".
+const char* conv_output(Path, const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads);
+const char* conv_grad_input(Path, const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
+const char* conv_grad_weight(Path, const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
+
+}  // namespace byteback

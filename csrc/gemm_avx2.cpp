@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// Output and grad_input of any convolution as an implicit matrix product.
+//
+//   rows      pixels of a grid over the result
+//   depth     taps x source channels; a row of A is gathered tap by tap, zeros where a tap falls into the padding
+//   columns   result channels
+//
+// grad_input is the same product with source = grad_output and the weights read backwards. With a stride, the pixels of
+// the result fall into stride_d * stride_h * stride_w phases; all pixels of a phase meet the same taps, so each phase is
+// one such product.
+#include <vector>
+
+#include "avx2.h"
+#include "gather.h"
+#include "gemm_micro_avx2.h"
+#include "parallel.h"
+
+namespace byteback::avx2 {
+namespace {
+
+constexpr s64 kColumns = 16;          // of a block of C
+constexpr s64 kDepthBlock = 512;      // values of A and B per row that stay in the first-level cache
+constexpr s64 kBlockBytes = 400'000;  // of A and C that stay in the second-level cache
+
+struct Product {
+    Gather from;
+    s64 depth;  // channels summed per tap
+    s64 batch, grid[3];
+    std::vector<Tap> taps;
+    f32* result;
+    const s64* result_size;
+    s64 result_channels, result_begin, columns;
+    s64 result_start[3], result_step[3];
+    Factor factor;
+
+    s64 grid_pixels() const { return grid[0] * grid[1] * grid[2]; }
+};
+
+// A stretch of one tap's channels that goes into one depth block.
+struct Segment {
+    s64 tap, begin, length, position;
+};
+
+struct DepthBlock {
+    s64 start, length;  // in the padded depth
+    std::vector<Segment> segments;
+};
+
+// Cuts the depth (taps x padded channels) into blocks of about kDepthBlock.
+std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded) {
+    std::vector<DepthBlock> blocks;
+    if (padded <= kDepthBlock) {
+        const s64 count = ceil_div(taps * padded, kDepthBlock), each = ceil_div(taps, count);
+        for (s64 first = 0; first < taps; first += each) {
+            const s64 last = std::min(taps, first + each);
+            DepthBlock block{first * padded, (last - first) * padded, {}};
+            for (s64 t = first; t < last; ++t) block.segments.push_back({t, 0, depth, (t - first) * padded});
+            blocks.push_back(block);
+        }
+        return blocks;
+    }
+    const s64 each = round_up(ceil_div(padded, ceil_div(padded, kDepthBlock)), 16);
+    for (s64 t = 0; t < taps; ++t)
+        for (s64 c = 0; c < padded; c += each) {
+            const s64 length = std::min(each, padded - c);
+            blocks.push_back({t * padded + c, length, {{t, c, std::min(length, depth - c), 0}}});
+        }
+    return blocks;
+}
+
+// Weights as panels [columns / 16][padded depth / unit][16][unit]; at(tap, depth index, column) reads one weight.
+template <class Micro, class At>
+std::vector<char> pack_weights(const Product& p, s64 padded, int threads, const At& at) {
+    using Value = std::conditional_t<Micro::kBytes == 2, s16, s8>;
+    const s64 taps = static_cast<s64>(p.taps.size()), panels = ceil_div(p.columns, kColumns), length = taps * padded;
+    std::vector<char> packed(static_cast<size_t>(panels * length * kColumns * Micro::kBytes), 0);
+    Value* out = reinterpret_cast<Value*>(packed.data());
+    parallel_for(threads, panels * taps, [&](s64 job) {
+        const s64 panel = job / taps, t = job % taps;
+        const s64 last = std::min(kColumns, p.columns - panel * kColumns);
+        Value* to = out + (panel * length + t * padded) * kColumns;
+        for (s64 j = 0; j < last; ++j)
+            for (s64 l = 0; l < p.depth; ++l)
+                to[l / Micro::kUnit * kColumns * Micro::kUnit + j * Micro::kUnit + l % Micro::kUnit] =
+                    at(p.taps[static_cast<size_t>(t)].weight, l, panel * kColumns + j);
+    });
+    return packed;
+}
+
+f32* result_of(const Product& p, const Pixel& pixel) {
+    s64 flat = pixel.n;
+    for (int axis = 0; axis < 3; ++axis)
+        flat = flat * p.result_size[axis] + p.result_start[axis] + pixel.at[axis] * p.result_step[axis];
+    return p.result + flat * p.result_channels + p.result_begin;
+}
+
+void write_row(const Product& p, const s32* sums, s64 n, f32* to) {
+    const f32* factor = p.factor.values + n * p.factor.row + p.result_begin * p.factor.column;
+    s64 j = 0;
+    for (; j + 8 <= p.columns; j += 8) {
+        const __m256 f = p.factor.column ? _mm256_loadu_ps(factor + j) : _mm256_set1_ps(*factor);
+        _mm256_storeu_ps(to + j, _mm256_mul_ps(_mm256_cvtepi32_ps(load(sums + j)), f));
+    }
+    for (; j < p.columns; ++j) to[j] = static_cast<f32>(sums[j]) * factor[j * p.factor.column];
+}
+
+void write_row(const Product& p, const s64* sums, s64 n, f32* to) {
+    const f32* factor = p.factor.values + n * p.factor.row + p.result_begin * p.factor.column;
+    for (s64 j = 0; j < p.columns; ++j) to[j] = static_cast<f32>(sums[j]) * factor[j * p.factor.column];
+}
+
+struct BlockScratch {};
+
+template <class Micro>
+class Runner {
+public:
+    Runner(const Product& product, const std::vector<char>& packed, s64 padded)
+        : p(product),
+          weights(packed.data()),
+          blocks(depth_blocks(static_cast<s64>(p.taps.size()), p.depth, padded)),
+          length(static_cast<s64>(p.taps.size()) * padded),
+          rows(p.batch * p.grid_pixels()),
+          padded_columns(round_up(p.columns, kColumns)) {
+        for (const DepthBlock& block : blocks) widest = std::max(widest, block.length);
+        stride = round_up(widest * Micro::kBytes + 32, 64) + 64;  // an odd number of lines: rows do not share cache sets
+    }
+
+    void run(int threads) {
+        // Every block ends in the second-level cache, and every thread gets as many blocks as the others.
+        s64 each = Micro::kRows * 16;
+        while (each > Micro::kRows * 4 && each * (widest * Micro::kBytes + padded_columns * 4) > kBlockBytes) each -= Micro::kRows;
+        const s64 count = round_up(ceil_div(rows, each), threads);
+        each = round_up(ceil_div(rows, count), Micro::kRows);
+        parallel_for(threads, ceil_div(rows, each), [&](s64 i) { run_block(i * each, std::min(each, rows - i * each)); });
+    }
+
+private:
+    void run_block(s64 first, s64 count) {
+        const s64 padded_rows = round_up(count, Micro::kRows);
+        const s64 a_bytes = padded_rows * stride + 64;  // stride is a multiple of 64
+        const bool deep = length > kInt32Depth;
+        char* A = scratch<BlockScratch>(static_cast<size_t>(a_bytes + padded_rows * padded_columns * 4));
+        s32* C = reinterpret_cast<s32*>(A + a_bytes);
+        std::vector<s64> wide(deep ? static_cast<size_t>(count * padded_columns) : 0, 0);
+        s64 summed = 0;  // depth that C holds since it was last emptied
+        for (const DepthBlock& block : blocks) {
+            if (deep && summed + block.length > kInt32Depth) {
+                widen(C, count, wide);
+                summed = 0;
+            }
+            gather(block, first, count, A);
+            multiply(block, A, padded_rows, C, summed > 0);
+            summed += block.length;
+        }
+        if (deep) widen(C, count, wide);
+        Pixel pixel = pixel_of(first, p.grid);
+        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
+            if (deep)
+                write_row(p, wide.data() + i * padded_columns, pixel.n, result_of(p, pixel));
+            else
+                write_row(p, C + i * padded_columns, pixel.n, result_of(p, pixel));
+        }
+    }
+
+    void gather(const DepthBlock& block, s64 first, s64 count, char* A) const {
+        Pixel pixel = pixel_of(first, p.grid);
+        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
+            const Gather::Origin origin = p.from.origin(pixel);
+            for (const Segment& s : block.segments)
+                Micro::pack_row(A + i * stride + s.position * Micro::kBytes, p.from.at(origin, s.tap) + s.begin, s.length);
+        }
+    }
+
+    void multiply(const DepthBlock& block, const char* A, s64 padded_rows, s32* C, bool accumulate) const {
+        for (s64 j = 0; j < padded_columns; j += kColumns) {
+            const char* B = weights + (j * length + block.start * kColumns) * Micro::kBytes;
+            for (s64 i = 0; i < padded_rows; i += Micro::kRows)
+                Micro::template multiply<false>(A + i * stride, stride, B, C + i * padded_columns + j, padded_columns,
+                                                block.length / Micro::kUnit, accumulate);
+        }
+    }
+
+    void widen(const s32* C, s64 count, std::vector<s64>& wide) const {
+        for (s64 i = 0; i < count * padded_columns; ++i) wide[static_cast<size_t>(i)] += C[i];
+    }
+
+    const Product& p;
+    const char* weights;
+    std::vector<DepthBlock> blocks;
+    s64 length, rows, padded_columns, widest = 0, stride = 0;
+};
+
+template <class Micro, class At>
+void run_product(const Product& p, int threads, const At& at) {
+    if (p.taps.empty() || p.batch * p.grid_pixels() == 0) return;
+    const s64 padded = round_up(p.depth, Micro::kUnit);
+    const std::vector<char> packed = pack_weights<Micro>(p, padded, threads, at);
+    Runner<Micro>(p, packed, padded).run(threads);
+}
+
+template <class Micro>
+void output_group(const ConvShape& s, s64 group, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+    const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
+    Product p{};
+    p.taps = forward_taps(s);
+    p.from = Gather(x, s.in, s.in_channels, group * C, C, s.stride, p.taps);
+    p.depth = C, p.batch = s.batch, p.factor = factor;
+    p.result = y, p.result_size = s.out, p.result_channels = s.out_channels, p.result_begin = group * K, p.columns = K;
+    for (int axis = 0; axis < 3; ++axis) {
+        p.grid[axis] = s.out[axis];
+        p.result_step[axis] = 1;
+    }
+    const s8* own = w + group * K * taps * C;
+    run_product<Micro>(p, threads, [=](s64 tap, s64 c, s64 k) { return own[(k * taps + tap) * C + c]; });
+}
+
+// The grad_input pixels i with (i + padding) % stride == phase, and the taps that reach them.
+bool phase_of(const ConvShape& s, const s64 (&phase)[3], Product& p) {
+    for (int axis = 0; axis < 3; ++axis) {
+        const s64 start = ((phase[axis] - s.padding[axis]) % s.stride[axis] + s.stride[axis]) % s.stride[axis];
+        p.result_start[axis] = start;
+        p.result_step[axis] = s.stride[axis];
+        p.grid[axis] = start < s.in[axis] ? ceil_div(s.in[axis] - start, s.stride[axis]) : 0;
+    }
+    p.taps.clear();
+    for (s64 t = 0; t < s.taps(); ++t) {
+        const s64 at[3] = {t / (s.kernel[1] * s.kernel[2]), t / s.kernel[2] % s.kernel[1], t % s.kernel[2]};
+        Tap tap{{}, t};
+        bool meets = true;
+        for (int axis = 0; axis < 3; ++axis) {
+            // Output pixel o with o * stride = i + padding - t * dilation, for i = start + grid * stride.
+            const s64 from = p.result_start[axis] + s.padding[axis] - at[axis] * s.dilation[axis];
+            meets = meets && from % s.stride[axis] == 0;
+            tap.offset[axis] = from / s.stride[axis];
+        }
+        if (meets) p.taps.push_back(tap);
+    }
+    return p.grid_pixels() > 0;
+}
+
+// Pixels that no tap reaches: a stride larger than the kernel leaves some.
+void write_zeros(const Product& p) {
+    for (s64 row = 0; row < p.batch * p.grid_pixels(); ++row)
+        std::fill_n(result_of(p, pixel_of(row, p.grid)), p.columns, 0.0f);
+}
+
+void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
+    const s8* own = w + group * K * taps * C;
+    for (s64 d = 0; d < s.stride[0]; ++d)
+        for (s64 h = 0; h < s.stride[1]; ++h)
+            for (s64 v = 0; v < s.stride[2]; ++v) {
+                Product p{};
+                p.depth = K, p.batch = s.batch, p.factor = factor;
+                p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels, p.result_begin = group * C, p.columns = C;
+                if (!phase_of(s, {d, h, v}, p)) continue;
+                if (p.taps.empty()) write_zeros(p);
+                p.from = Gather(g, s.out, s.out_channels, group * K, K, {1, 1, 1}, p.taps);
+                run_product<SignedPairs>(p, threads, [=](s64 tap, s64 k, s64 c) { return own[(k * taps + tap) * C + c]; });
+            }
+}
+
+}  // namespace
+
+void gemm_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, bool nonnegative, int threads) {
+    for (s64 group = 0; group < s.groups; ++group) {
+        if (nonnegative)
+            output_group<UnsignedQuads>(s, group, x, w, factor, y, threads);
+        else
+            output_group<SignedPairs>(s, group, x, w, factor, y, threads);
+    }
+}
+
+void gemm_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    for (s64 group = 0; group < s.groups; ++group) grad_input_group(s, group, g, w, factor, dx, threads);
+}
+
+}  // namespace byteback::avx2

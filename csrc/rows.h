@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// What quantize and the statistics share: the meaning of a clip, and how rows of channels are cut into units of work.
+//
+// Everything is static: each path compiles its own copy, or the linker could hand AVX2 code to a machine without it.
+#pragma once
+
+#include "elementwise.h"
+
+namespace byteback {
+
+constexpr s64 kSmallWork = 1 << 14;  // elements below which a second thread costs more than it saves
+constexpr s64 kUnitWork = 1 << 13;   // elements of a unit of work, roughly
+constexpr s64 kPeriod = 1 << 10;     // elements whose per-channel constants are laid out side by side
+
+// False for NaN as well.
+static inline bool is_live(f32 clip) { return clip >= kTinyClip; }
+
+// 127 / clip with the reference's two roundings: PyTorch evaluates `127 / tensor` as tensor.reciprocal() * 127.
+static inline f32 inverse_scale(f32 clip) { return (1.0f / (is_live(clip) ? clip : 1.0f)) * static_cast<f32>(kMax); }
+
+static inline int useful_threads(int threads, s64 elements) {
+    const s64 useful = 1 + elements / kSmallWork;
+    return static_cast<int>(useful < threads ? useful : threads);
+}
+
+// The same rows with as few outer blocks as possible. Not for what varies along `outer`.
+static inline Rows merged(Rows rows) {
+    if (rows.channels == 1) rows.channel_stride = 1;
+    if (rows.inner == 1) rows.inner_stride = rows.outer_stride;
+    if (rows.outer == 1 || rows.outer_stride == rows.inner * rows.inner_stride) {
+        rows.inner *= rows.outer;
+        rows.outer = 1;
+    }
+    return rows;
+}
+
+static inline s64 greatest_divisor(s64 a, s64 b) { return b ? greatest_divisor(b, a % b) : a; }
+
+// Channels-last rows as units of work: (tile of channels) x (outer block) x (chunk of rows), in this order.
+// Where whole rows lie one behind the other, `together` rows count as one long row of about kPeriod elements. So a narrow
+// tensor runs through the same long loops as a wide one.
+struct Cut {
+    s64 tile, tiles, together, chunk, chunks, outer;
+
+    struct Unit {
+        s64 channel, width;  // the tile
+        s64 outer;
+        s64 begin, end;  // rows of the outer block
+    };
+
+    explicit Cut(const Rows& rows) : outer(rows.outer) {
+        const bool dense = rows.inner_stride == rows.channels && rows.channels <= kPeriod;
+        tile = rows.channels < kPeriod ? rows.channels : kPeriod;
+        tiles = tile ? ceil_div(rows.channels, tile) : 0;
+        together = dense && tile ? kPeriod / tile : 1;
+        if (together > rows.inner) together = rows.inner > 0 ? rows.inner : 1;
+        // A multiple of 32 elements saves the kernels a ragged end in every period.
+        const s64 even = 32 / greatest_divisor(32, tile);
+        if (together > even) together -= together % even;
+        chunk = tile ? round_up(ceil_div(kUnitWork, tile), together) : 1;
+        chunks = ceil_div(rows.inner, chunk);
+    }
+
+    s64 units() const { return tiles * outer * chunks; }
+
+    Unit unit(const Rows& rows, s64 index) const {
+        const s64 k = index % chunks, o = index / chunks % outer, t = index / chunks / outer;
+        const s64 last = (k + 1) * chunk, channels = rows.channels - t * tile;
+        return {t * tile, channels < tile ? channels : tile, o, k * chunk, last < rows.inner ? last : rows.inner};
+    }
+};
+
+}  // namespace byteback

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+// The float64 sums: moments, the cosine of a clip and its slope, the dot products of a tensor and its integers.
+//
+// The order of additions is the contract's (ops/statistics.py). Within a block of 64 rows a channel is one chain, so lanes are
+// channels. The blocks form a halving tree, block i with block i + n/2: its even leaves and its odd leaves are summed by
+// themselves, then joined. Depth-first, this needs one spare vector per level and never the sums of all blocks:
+//
+//   T(first, stride) = T(first, 2 stride) + T(first + stride, 2 stride)        T(block, n) = the block's own sum
+//
+// A unit of work is one subtree for one tile of channels: the blocks that are equal to `first` modulo `residues`. For narrow
+// tiles it takes `joint` neighbouring subtrees at once, so that memory is read in long stretches.
+// Other layouts than channels last are first packed into that form, one block at a time.
+//
+// A clip that counts as 0 gives nothing to search in: the generic path serves it.
+// Fused multiply-adds appear only where the product is exact in float64, so that they round where the reference does.
+#include <immintrin.h>
+
+#include <cstring>
+#include <vector>
+
+#include "avx2.h"
+#include "generic.h"
+#include "parallel.h"
+#include "rows.h"
+#include "statistics_avx2.h"
+
+namespace byteback::avx2 {
+
+namespace {
+
+// Four sums of float64 for each of V vectors of floats: two registers a vector.
+template <int V>
+struct Sums {
+    __m256d part[2 * V];
+
+    explicit Sums(const f64* acc) {
+        for (int i = 0; i < 2 * V; ++i) part[i] = _mm256_loadu_pd(acc + 4 * i);
+    }
+    void save(f64* acc) const {
+        for (int i = 0; i < 2 * V; ++i) _mm256_storeu_pd(acc + 4 * i, part[i]);
+    }
+    void add(int v, const Wide& x) {
+        part[2 * v] = _mm256_add_pd(part[2 * v], x.low);
+        part[2 * v + 1] = _mm256_add_pd(part[2 * v + 1], x.high);
+    }
+    // Only for products that float64 holds exactly.
+    void add_product(int v, const Wide& a, const Wide& b) {
+        part[2 * v] = _mm256_fmadd_pd(a.low, b.low, part[2 * v]);
+        part[2 * v + 1] = _mm256_fmadd_pd(a.high, b.high, part[2 * v + 1]);
+    }
+};
+
+// y clamped and rounded to nearest; -0 and NaN stay what they are (max and min return their second operand if one is NaN).
+inline __m256 nearest(__m256 y) {
+    y = _mm256_min_ps(_mm256_set1_ps(127.0f), _mm256_max_ps(_mm256_set1_ps(-127.0f), y));
+    return _mm256_round_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+// q·q of up to 64 rows fits the integers of float32 (64 * 127² < 2^24), so it may be summed there and added up in float64.
+inline void add_integers(f64* acc, __m256 values) {
+    const Wide wide = widen(values);
+    _mm256_storeu_pd(acc, _mm256_add_pd(_mm256_loadu_pd(acc), _mm256_add_pd(wide.low, wide.high)));
+}
+
+inline f64 lanes_of(const f64* acc) { return (acc[0] + acc[1]) + (acc[2] + acc[3]); }
+
+struct Moments {
+    using Aside = s32;  // the bits of max|x|, by channel
+    static constexpr int vectors = 2;
+    static constexpr s64 sums() { return 2; }
+
+    template <int V, class Lanes>
+    void columns(const Piece& piece, s64 c, Lanes lanes, f64* acc, s64 padded, s32* aside) const {
+        Sums<V> sum(acc), squares(acc + padded);
+        __m256i peak[V];
+        s32* peaks = aside + piece.channel + c;
+        for (int v = 0; v < V; ++v) peak[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(peaks + 8 * v));
+        const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+        for (s64 row = 0; row < piece.rows; ++row) {
+            const f32* from = piece.x + row * piece.x_stride + c;
+            piece.fetch_ahead(from);
+            for (int v = 0; v < V; ++v) {
+                const __m256 x = lanes.load(from + 8 * v);
+                const Wide wide = lanes.wide(from + 8 * v, x);
+                sum.add(v, wide);
+                squares.add_product(v, wide, wide);
+                peak[v] = _mm256_max_epi32(peak[v], _mm256_and_si256(_mm256_castps_si256(x), magnitude));
+            }
+        }
+        sum.save(acc), squares.save(acc + padded);
+        for (int v = 0; v < V; ++v) _mm256_storeu_si256(reinterpret_cast<__m256i*>(peaks + 8 * v), peak[v]);
+    }
+};
+
+// x·q for each of `count` live clips and, `with_square`, x·x behind them.
+struct Cosine {
+    using Aside = f64;  // q·q of each clip, in four lanes
+    static constexpr int vectors = 2;
+    const f32* clips;
+    s64 count;
+    bool with_square;
+
+    s64 sums() const { return count + with_square; }
+
+    template <int V, class Lanes>
+    void columns(const Piece& piece, s64 c, Lanes lanes, f64* acc, s64 padded, f64* aside) const {
+        // The piece stays in the first cache, so every clip may read it anew.
+        for (s64 k = 0; k < count; ++k) {
+            f64* dot = acc + k * padded;
+            if (k == 0 && with_square)
+                one_clip<V, true>(piece, c, lanes, clips[k], dot, acc + count * padded, aside);
+            else
+                one_clip<V, false>(piece, c, lanes, clips[k], dot, dot, aside + 4 * k);
+        }
+    }
+
+    template <int V, bool square, class Lanes>
+    static void one_clip(const Piece& piece, s64 c, Lanes lanes, f32 clip, f64* dot_acc, f64* square_acc, f64* aside) {
+        const __m256 inverse = _mm256_set1_ps(inverse_scale(clip));
+        Sums<V> dot(dot_acc), squares(square_acc);
+        __m256 integers[V] = {};
+        for (s64 row = 0; row < piece.rows; ++row) {
+            const f32* from = piece.x + row * piece.x_stride + c;
+            if (square) piece.fetch_ahead(from);
+            for (int v = 0; v < V; ++v) {
+                const __m256 x = lanes.load(from + 8 * v), q = nearest(_mm256_mul_ps(x, inverse));
+                const Wide wide = lanes.wide(from + 8 * v, x);
+                dot.add_product(v, wide, widen(q));
+                integers[v] = _mm256_fmadd_ps(q, q, integers[v]);
+                if (square) squares.add_product(v, wide, wide);
+            }
+        }
+        dot.save(dot_acc);
+        if (square) squares.save(square_acc);
+        for (int v = 0; v < V; ++v) add_integers(aside, integers[v]);
+    }
+};
+
+// x·q, x·x, x·d and q·d for one live clip.
+struct CosineSlope {
+    using Aside = f64;  // q·q in four lanes
+    static constexpr int vectors = 1;
+    f32 clip;
+
+    static constexpr s64 sums() { return 4; }
+
+    // d = 127 sign(x) where |x| > clip, else q - y. Where |x| > clip, |y| is at least 127 but for a few roundings, so that q
+    // is 127 sign(x) already.
+    static __m256 slope(__m256 x, __m256 y, __m256 q, __m256 bound) {
+        const __m256 beyond = _mm256_cmp_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), bound, _CMP_GT_OQ);
+        return _mm256_sub_ps(q, _mm256_andnot_ps(beyond, y));
+    }
+
+    template <int V, class Lanes>
+    void columns(const Piece& piece, s64 c, Lanes lanes, f64* acc, s64 padded, f64* aside) const {
+        const __m256 inverse = _mm256_set1_ps(inverse_scale(clip)), bound = _mm256_set1_ps(clip);
+        Sums<V> xq(acc), xx(acc + padded), xd(acc + 2 * padded), qd(acc + 3 * padded);
+        __m256 integers = _mm256_setzero_ps();
+        for (s64 row = 0; row < piece.rows; ++row) {
+            const f32* from = piece.x + row * piece.x_stride + c;
+            piece.fetch_ahead(from);
+            const __m256 x = lanes.load(from), y = _mm256_mul_ps(x, inverse), q = nearest(y);
+            const Wide wide_x = lanes.wide(from, x), wide_q = widen(q), wide_d = widen(slope(x, y, q, bound));
+            xq.add_product(0, wide_x, wide_q);
+            xx.add_product(0, wide_x, wide_x);
+            xd.add_product(0, wide_x, wide_d);
+            qd.add_product(0, wide_q, wide_d);
+            integers = _mm256_fmadd_ps(q, q, integers);
+        }
+        xq.save(acc), xx.save(acc + padded), xd.save(acc + 2 * padded), qd.save(acc + 3 * padded);
+        add_integers(aside, integers);
+    }
+};
+
+// x·x̂, x̂·x̂ and x·x.
+struct Dot {
+    using Aside = f64;
+    static constexpr int vectors = 1;
+    static constexpr s64 sums() { return 3; }
+
+    // x̂ has up to 31 bits: its products round, so they may not be fused with the sum.
+    static Wide product(const Wide& a, const Wide& b) { return {_mm256_mul_pd(a.low, b.low), _mm256_mul_pd(a.high, b.high)}; }
+
+    template <int V, class Lanes>
+    void columns(const Piece& piece, s64 c, Lanes lanes, f64* acc, s64 padded, f64*) const {
+        const Wide scale = widen(_mm256_loadu_ps(piece.scale + c));
+        Sums<V> dot(acc), rounded_squares(acc + padded), squares(acc + 2 * padded);
+        for (s64 row = 0; row < piece.rows; ++row) {
+            const f32* from = piece.x + row * piece.x_stride + c;
+            piece.fetch_ahead(from);
+            const Wide x = lanes.wide(from, lanes.load(from));
+            const Wide rounded = product(lanes.integers(piece.q + row * piece.q_stride + c), scale);
+            dot.add(0, product(x, rounded));
+            rounded_squares.add(0, product(rounded, rounded));
+            squares.add_product(0, x, x);
+        }
+        dot.save(acc), rounded_squares.save(acc + padded), squares.save(acc + 2 * padded);
+    }
+};
+
+}  // namespace
+
+void moments(const Rows& given, const f32* x, f32* peak, f64* sum, f64* squares, int threads) {
+    const Source source{merged(given), x, nullptr, {nullptr, 0, 0}};
+    const s64 C = source.rows.channels;
+    std::vector<s32> peaks(round_up(C, 8), 0);
+    const auto join = [](s32& all, s32 part) { all = part > all ? part : all; };
+    const auto totals = ordered_sums(source, Moments{}, threads, peaks, join);
+    std::memcpy(peak, peaks.data(), C * sizeof(f32));
+    std::memcpy(sum, totals.data(), C * sizeof(f64));
+    std::memcpy(squares, totals.data() + C, C * sizeof(f64));
+}
+
+void cosine_terms(const Rows& given, const f32* x, const f32* clips, s64 count, f64* terms, int threads) {
+    for (s64 k = 0; k < count; ++k)
+        if (!is_live(clips[k])) return generic::cosine_terms(given, x, clips, count, terms, threads);
+    constexpr s64 kTogether = 8;  // clips per pass: bounds the scratch memory, and beyond a few a pass is all arithmetic
+    const Source source{merged(given), x, nullptr, {nullptr, 0, 0}};
+    const s64 C = source.rows.channels;
+    f64 square = 0.0;
+    for (s64 first = 0; first < count; first += kTogether) {
+        const s64 some = count - first < kTogether ? count - first : kTogether;
+        const Cosine cosine{clips + first, some, first == 0};
+        std::vector<f64> integers(4 * some, 0.0);
+        const auto totals = ordered_sums(source, cosine, threads, integers, add_to);
+        if (first == 0) square = tree(totals.data() + some * C, C);
+        for (s64 k = 0; k < some; ++k) {
+            f64* row = terms + (first + k) * 3;
+            row[0] = tree(totals.data() + k * C, C);
+            row[1] = lanes_of(integers.data() + 4 * k);
+            row[2] = square;
+        }
+    }
+}
+
+void cosine_slope_terms(const Rows& given, const f32* x, f32 clip, f64* terms, int threads) {
+    if (!is_live(clip)) return generic::cosine_slope_terms(given, x, clip, terms, threads);
+    const Source source{merged(given), x, nullptr, {nullptr, 0, 0}};
+    const s64 C = source.rows.channels;
+    std::vector<f64> integers(4, 0.0);
+    const auto totals = ordered_sums(source, CosineSlope{clip}, threads, integers, add_to);
+    terms[0] = tree(totals.data(), C);
+    terms[1] = lanes_of(integers.data());
+    for (s64 k = 1; k < 4; ++k) terms[k + 1] = tree(totals.data() + k * C, C);
+}
+
+void dot_terms(const Rows& given, const f32* x, const s8* q, PerScale scale, f64* terms, int threads) {
+    const Source source{scale.outer_stride ? given : merged(given), x, q, scale};
+    const s64 C = source.rows.channels;
+    std::vector<f64> nothing;
+    const auto totals = ordered_sums(source, Dot{}, threads, nothing, add_to);
+    for (s64 k = 0; k < 3; ++k) terms[k] = tree(totals.data() + k * C, C);
+}
+
+}  // namespace byteback::avx2

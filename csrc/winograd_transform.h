@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// The transforms of F(4x4,3x3) on vectors of channels, and the places in memory that they read.
+//
+// For winograd_avx2.cpp only, whose opening comment has the matrices: AVX2 code in an anonymous namespace.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "types.h"
+#include "winograd_kernel.h"
+
+namespace byteback::avx2 {
+namespace {
+
+using V = __m256i;
+
+inline V add16(V a, V b) { return _mm256_add_epi16(a, b); }
+inline V sub16(V a, V b) { return _mm256_sub_epi16(a, b); }
+inline V shl16(V a, int n) { return _mm256_slli_epi16(a, n); }
+inline V add32(V a, V b) { return _mm256_add_epi32(a, b); }
+inline V sub32(V a, V b) { return _mm256_sub_epi32(a, b); }
+inline V shl32(V a, int n) { return _mm256_slli_epi32(a, n); }
+
+// ---- One-dimensional transforms: out[i * to] = Σ_j matrix[i][j] * in[j * from] ----
+
+// Bᵀ, int16. At most 10 times its input.
+__attribute__((always_inline)) inline void input_1d(const V* in, int from, V* out, int to) {
+    const V d0 = in[0], d1 = in[from], d2 = in[2 * from], d3 = in[3 * from], d4 = in[4 * from], d5 = in[5 * from];
+    const V even = sub16(d4, shl16(d2, 2)), odd = sub16(d3, shl16(d1, 2));
+    const V near = sub16(d4, d2), far = shl16(sub16(d3, d1), 1);
+    out[0] = add16(shl16(sub16(d0, d2), 2), near);
+    out[to] = add16(even, odd);
+    out[2 * to] = sub16(even, odd);
+    out[3 * to] = add16(near, far);
+    out[4 * to] = sub16(near, far);
+    out[5 * to] = sub16(sub16(d5, d3), shl16(far, 1));
+}
+
+// A, int16, for grad_output. At most 15 times its input.
+__attribute__((always_inline)) inline void gradient_1d(const V* in, int from, V* out, int to) {
+    const V d0 = in[0], d1 = in[from], d2 = in[2 * from], d3 = in[3 * from];
+    const V even = add16(d0, d2), odd = add16(d1, d3);
+    const V even2 = add16(d0, shl16(d2, 2)), odd2 = shl16(add16(d1, shl16(d3, 2)), 1);
+    out[0] = d0;
+    out[to] = add16(even, odd);
+    out[2 * to] = sub16(even, odd);
+    out[3 * to] = add16(even2, odd2);
+    out[4 * to] = sub16(even2, odd2);
+    out[5 * to] = d3;
+}
+
+// E·G', int16. Twice in a row at most 144 times its input.
+__attribute__((always_inline)) inline void weight_1d(const V* in, int from, V* out, int to) {
+    const V g0 = in[0], g1 = in[from], g2 = in[2 * from];
+    const V outer = sub16(_mm256_setzero_si256(), add16(g0, g2)), six = _mm256_set1_epi16(6);
+    const V outer2 = add16(g0, shl16(g2, 2)), middle2 = shl16(g1, 1);
+    out[0] = _mm256_mullo_epi16(g0, six);
+    out[to] = shl16(sub16(outer, g1), 2);
+    out[2 * to] = shl16(add16(outer, g1), 2);
+    out[3 * to] = add16(outer2, middle2);
+    out[4 * to] = sub16(outer2, middle2);
+    out[5 * to] = _mm256_mullo_epi16(g2, six);
+}
+
+// Aᵀ·F, modulo 2^32.
+__attribute__((always_inline)) inline void output_1d(const V* in, int from, V* out, int to) {
+    const V m0 = in[0], m1 = in[from], m2 = in[2 * from], m3 = in[3 * from], m4 = in[4 * from], m5 = in[5 * from];
+    const V sum = add32(m1, m2), difference = sub32(m1, m2), sum2 = add32(m3, m4), difference2 = shl32(sub32(m3, m4), 1);
+    out[0] = add32(add32(m0, sum), sum2);
+    out[to] = add32(difference, difference2);
+    out[2 * to] = add32(sum, shl32(sum2, 2));
+    out[3 * to] = add32(difference, shl32(add32(difference2, m5), 2));
+}
+
+// G'ᵀ·E·F, modulo 2^32, for grad_weight.
+__attribute__((always_inline)) inline void grad_weight_1d(const V* in, int from, V* out, int to) {
+    const V m0 = in[0], m1 = in[from], m2 = in[2 * from], m3 = in[3 * from], m4 = in[4 * from], m5 = in[5 * from];
+    const V sum = shl32(add32(m1, m2), 2), difference = shl32(sub32(m2, m1), 2), sum2 = add32(m3, m4);
+    out[0] = add32(sub32(shl32(add32(shl32(m0, 1), m0), 1), sum), sum2);
+    out[to] = add32(difference, shl32(sub32(m3, m4), 1));
+    out[2 * to] = add32(sub32(shl32(sum2, 2), sum), shl32(add32(shl32(m5, 1), m5), 3));
+}
+
+// From 576·y modulo 2^32 to y, for |y| < 2^25: times the inverse of 9 is 64·y, which an int32 holds.
+inline V divide_by_576(V v) { return _mm256_srai_epi32(_mm256_mullo_epi32(v, _mm256_set1_epi32(954437177)), 6); }
+
+// Whether a sum of products surely survives divide_by_576, when its absolute value is at most 127 * `magnitude`: |sum| < 2^25.
+//   output, any weights      magnitude 9 · channels · 127: up to 231 channels, 33 532 191 < 2^25 = 33 554 432
+//   output, these weights    magnitude Σ|w| of a result channel, for inputs of ±127
+//   grad_weight              magnitude 16 · tiles · 127: up to 128 tiles (an even number), 33 032 192
+constexpr bool chunk_is_safe(s64 magnitude) { return kMax * magnitude < (s64{1} << 25); }
+
+// ---- Two-dimensional ones: columns first, then rows ----
+
+inline void output_2d(const s32* products, V out[16]) {
+    V half[24];
+    for (int j = 0; j < 6; ++j) {
+        V column[6];
+        for (int i = 0; i < 6; ++i) column[i] = _mm256_load_si256(reinterpret_cast<const V*>(products + (i * 6 + j) * kPanel));
+        output_1d(column, 1, half + j, 6);
+    }
+    for (int i = 0; i < 4; ++i) output_1d(half + 6 * i, 1, out + 4 * i, 1);
+}
+
+inline void grad_weight_2d(const s32* products, V out[9]) {
+    V half[18];
+    for (int j = 0; j < 6; ++j) {
+        V column[6];
+        for (int i = 0; i < 6; ++i) column[i] = _mm256_load_si256(reinterpret_cast<const V*>(products + (i * 6 + j) * kPanel));
+        grad_weight_1d(column, 1, half + j, 6);
+    }
+    for (int i = 0; i < 3; ++i) grad_weight_1d(half + 6 * i, 1, out + 3 * i, 1);
+}
+
+// ---- Loads of 16 channels ----
+
+// With channels 4-7 and 8-11 swapped a vector of int16 becomes one that unpacklo and unpackhi interleave in order.
+inline V widen_swapped(__m128i bytes) { return _mm256_cvtepi8_epi16(_mm_shuffle_epi32(bytes, 0xD8)); }
+inline V widen(__m128i bytes) { return _mm256_cvtepi8_epi16(bytes); }
+
+struct LoadWhole {
+    __m128i operator()(const s8* p) const { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+};
+
+// The last channels of a pixel, fewer than 16, the rest zero. Nothing past them is read: where the pixel has 16 channels the
+// load ends with the last one and is shifted into place, else the few bytes are copied.
+class LoadTail {
+public:
+    LoadTail(s64 channels, s64 count) : count_(count), back_(channels >= 16 ? 16 - count : 0) {
+        alignas(16) s8 index[16];
+        for (int i = 0; i < 16; ++i) index[i] = static_cast<s8>(i < count ? i + back_ : -1);
+        index_ = _mm_load_si128(reinterpret_cast<const __m128i*>(index));
+    }
+    __m128i operator()(const s8* p) const {
+        if (back_) return _mm_shuffle_epi8(LoadWhole()(p - back_), index_);
+        alignas(16) s8 bytes[16] = {};
+        for (s64 i = 0; i < count_; ++i) bytes[i] = p[i];
+        return _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
+    }
+
+private:
+    s64 count_, back_;
+    __m128i index_;
+};
+
+// body(c, load) for each block of 16 channels, the last one perhaps with a LoadTail.
+template <class Body>
+inline void for_channel_blocks(s64 begin, s64 end, s64 channels, const Body& body) {
+    s64 c = begin;
+    for (; c + 16 <= end; c += 16) body(c, LoadWhole());
+    if (c < end) body(c, LoadTail(channels, end - c));
+}
+
+// ---- Tiles ----
+
+// An image tensor cut into tiles: tile (h, w) of an image begins at pixel (h * 4 - pad_h, w * 4 - pad_w).
+struct Tiling {
+    const s8* data;
+    s64 height, width, channels;
+    s64 tiles_h, tiles_w;
+    s64 pad_h, pad_w;
+    s64 count;         // tiles of all images
+    const s8* zeros;   // as many as channels: what lies outside of an image
+
+    s64 per_image() const { return tiles_h * tiles_w; }
+};
+
+// Pointers to the first channel of each pixel of a tile of kSize x kSize; a tile past the end is all zeros.
+template <int kSize>
+inline void find_pixels(const Tiling& t, s64 tile, const s8* pixels[kSize * kSize]) {
+    if (tile >= t.count) {
+        std::fill(pixels, pixels + kSize * kSize, t.zeros);
+        return;
+    }
+    const s64 image = tile / t.per_image(), at = tile % t.per_image();
+    const s64 top = at / t.tiles_w * 4 - t.pad_h, left = at % t.tiles_w * 4 - t.pad_w;
+    const s64 corner = ((image * t.height + top) * t.width + left) * t.channels;
+    if (top >= 0 && left >= 0 && top + kSize <= t.height && left + kSize <= t.width) {
+        for (int i = 0; i < kSize; ++i)
+            for (int j = 0; j < kSize; ++j) pixels[i * kSize + j] = t.data + corner + (i * t.width + j) * t.channels;
+        return;
+    }
+    for (int i = 0; i < kSize; ++i)
+        for (int j = 0; j < kSize; ++j) {
+            const bool inside = top + i >= 0 && top + i < t.height && left + j >= 0 && left + j < t.width;
+            pixels[i * kSize + j] = inside ? t.data + corner + (i * t.width + j) * t.channels : t.zeros;
+        }
+}
+
+// Asks for 64 channels of each pixel.
+template <int kSize>
+inline void fetch_pixels(const s8* const* pixels, s64 channel) {
+    for (int i = 0; i < kSize * kSize; ++i) _mm_prefetch(reinterpret_cast<const char*>(pixels[i] + channel), _MM_HINT_T0);
+}
+
+struct InputTransform {
+    static constexpr int kSize = 6;
+    static void apply_1d(const V* in, int from, V* out, int to) { input_1d(in, from, out, to); }
+};
+
+struct GradientTransform {
+    static constexpr int kSize = 4;
+    static void apply_1d(const V* in, int from, V* out, int to) { gradient_1d(in, from, out, to); }
+};
+
+// The 36 values of a tile for 16 channels, as emit(position, vector).
+template <class Transform, class Read, class Emit>
+__attribute__((always_inline)) inline void transform_tile(const Read& read, const Emit& emit) {
+    constexpr int n = Transform::kSize;
+    V half[6 * n];
+    for (int j = 0; j < n; ++j) {
+        V column[n];
+        for (int i = 0; i < n; ++i) column[i] = read(i * n + j);
+        Transform::apply_1d(column, 1, half + j, n);
+    }
+    for (int i = 0; i < 6; ++i) {
+        V row[6];
+        Transform::apply_1d(half + n * i, 1, row, 1);
+        for (int j = 0; j < 6; ++j) emit(i * 6 + j, row[j]);
+    }
+}
+
+// Two vectors of 16 swapped values (widen_swapped) as 16 pairs in order.
+inline void store_pairs(s16* to, V a, V b) {
+    _mm256_store_si256(reinterpret_cast<V*>(to), _mm256_unpacklo_epi16(a, b));
+    _mm256_store_si256(reinterpret_cast<V*>(to) + 1, _mm256_unpackhi_epi16(a, b));
+}
+
+}  // namespace
+}  // namespace byteback::avx2

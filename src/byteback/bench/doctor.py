@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`byteback doctor`: what this machine and this build can run, and why not more."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from byteback import __version__, tables
+from byteback.ops import native
+
+_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Say what this machine and this build can run, and why."""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> tuple[str, str]:
+    """(model, flags that matter), as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() or platform.machine(), "unknown"
+    lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in lines.items()}
+    flags = set(fields.get("flags", "").split())
+    return fields.get("model name", platform.machine()), " ".join(f for f in _FLAGS if f in flags) or "none of note"
+
+
+def run(config: DoctorConfig, console: Console) -> None:
+    """The command."""
+    model, flags = _cpu()
+    rows = [
+        ["byteback", __version__],
+        ["python", sys.version.split()[0]],
+        ["torch", torch.__version__],
+        *([name, _version(name)] for name in ("torchvision", "numpy", "rich", "tyro", "scikit-learn")),
+        ["system", f"{platform.system()} {platform.machine()}"],
+        ["cpu", model],
+        ["flags", flags],
+        ["threads", str(torch.get_num_threads())],
+        [native.VARIABLE, os.environ.get(native.VARIABLE, "not set")],
+    ]
+    console.print(tables.build("This machine", ["what", "is"], rows, left=2))
+    paths = [[path, native.why_not(path) or "can run"] for path in reversed(native.PATHS)]
+    console.print()
+    console.print(tables.build("Paths, fastest first", ["path", "state"], paths, left=2))
+    console.print(f"\noperators take the path [bold]{native.current()}[/]")
+    if native.library is None:
+        console.print("There is no native library, so everything runs on the reference path: right, but slower than float32.")

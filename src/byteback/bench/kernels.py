@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`byteback bench kernels`: the three products of a network's layers, int8 against PyTorch FP32, in one run.
+
+Every product is checked against the reference before it is timed. The two sides are interleaved and the ratio is the
+median over rounds; PyTorch gets the faster of contiguous and channels_last. The int8 side starts from int8 operands and
+includes quantizing and packing the weight; a second ratio adds the clip and quantization of the activation or gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics as stats
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+
+from byteback import ops, tables
+from byteback.bench.shapes import ConvCase, cases
+from byteback.ops import native, native_kernels
+
+PRODUCTS = ("output", "grad_input", "grad_weight")
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """Time the three products of a network's layers in int8 against PyTorch FP32."""
+
+    what: tyro.conf.Positional[Literal["kernels"]]
+    """What to measure."""
+    shapes: tuple[str, ...] = ("resnet18", "resnet50", "mobilenet_v2")
+    """Networks (resnet18, resnet20, resnet50, mobilenet_v2, vgg16, inception_v3) or CSV files of shapes."""
+    json: Path | None = None
+    """Write the figures to this file."""
+    explain: bool = False
+    """Also say which algorithm serves each product, and why."""
+    rounds: int = 9
+    """Interleaved rounds; the median counts."""
+    kind: str | None = None
+    """Only shapes of this class: 3x3_s1, 1x1, strided, depthwise, other."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One product of one shape."""
+
+    network: str
+    case: ConvCase
+    product: str
+    kernel: str
+    int8_ms: float
+    float_ms: float
+    ratio: float
+    ratio_with_quantize: float
+
+    @property
+    def gmacs(self) -> float:
+        """Effective billions of multiplications per second."""
+        return self.case.macs / self.int8_ms / 1e6
+
+
+class Operands:
+    """The tensors of one case: float in both memory formats, and int8."""
+
+    def __init__(self, case: ConvCase) -> None:
+        generator = torch.Generator().manual_seed(0)
+        last = torch.channels_last
+        oh, ow = case.out
+        # After ReLU, as most inputs of a network are: half of it zero, nothing negative.
+        self.x = torch.randn(case.batch, case.in_channels, case.height, case.width, generator=generator).relu_()
+        weight_size = (case.out_channels, case.in_channels // case.groups, case.kernel_h, case.kernel_w)
+        self.w = torch.randn(weight_size, generator=generator)
+        self.g = torch.randn(case.batch, case.out_channels, oh, ow, generator=generator)
+        self.geometry = (
+            [case.stride] * 2,
+            [case.padding_h, case.padding_w],
+            [case.dilation] * 2,
+            case.groups,
+        )
+        self.x_last, self.w_last, self.g_last = (t.to(memory_format=last) for t in (self.x, self.w, self.g))
+        self.key = torch.tensor([1, 2])
+        self.x_q, self.x_scale = self.quantized(self.x_last)
+        self.w_q, self.w_scale = self.quantized(self.w_last)
+        self.g_q, self.g_scale = self.quantized(self.g_last, self.key)
+
+    @staticmethod
+    def quantized(x: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return ops.quantize(x, ops.absmax(x), key)[:2]
+
+    def int8(self, product: str) -> Tensor:
+        """From int8 activations, with the weight quantized anew as in every training step."""
+        if product == "grad_weight":
+            return ops.conv_int8_grad_weight(self.g_q, self.g_scale, self.x_q, self.x_scale, self.w.shape, *self.geometry)
+        w_q, w_scale = self.quantized(self.w_last)
+        if product == "output":
+            return ops.conv_int8(self.x_q, self.x_scale, w_q, w_scale, *self.geometry)
+        return ops.conv_int8_grad_input(self.g_q, self.g_scale, w_q, w_scale, self.x.shape, *self.geometry)
+
+    def with_quantize(self, product: str) -> Tensor:
+        """The same, with the clip and quantization of the activation (output) or of the gradient (the others)."""
+        if product == "output":
+            self.x_q, self.x_scale = self.quantized(self.x_last)
+        else:
+            self.g_q, self.g_scale = self.quantized(self.g_last, self.key)
+        return self.int8(product)
+
+    def float32(self, product: str, last: bool) -> Tensor:
+        x, w, g = (self.x_last, self.w_last, self.g_last) if last else (self.x, self.w, self.g)
+        stride, padding, dilation, groups = self.geometry
+        if product == "output":
+            return F.conv2d(x, w, None, stride, padding, dilation, groups)
+        which = PRODUCTS.index(product) - 1
+        mask = [which == 0, which == 1, False]
+        return torch.ops.aten.convolution_backward(g, x, w, None, stride, padding, dilation, False, [0, 0], groups, mask)[which]
+
+
+def _timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _check(case: ConvCase, operands: Operands, product: str) -> str:
+    """The kernel that served, after its result was compared with the reference's."""
+    result = operands.int8(product)
+    kernel = native.last_kernel or "reference"
+    with native.path("reference"):
+        expected = operands.int8(product)
+    if not torch.equal(result, expected):
+        raise RuntimeError(f"bench: {product} of {case} by {kernel} differs from the reference. Run byteback verify.")
+    return kernel
+
+
+def measure(network: str, case: ConvCase, rounds: int) -> list[Timing]:
+    """Times the three products of one case."""
+    operands = Operands(case)
+    timings = []
+    for product in PRODUCTS:
+        kernel = _check(case, operands, product)
+        sides: list[Callable[[], object]] = [
+            lambda p=product: operands.int8(p),  # type: ignore[misc]
+            lambda p=product: operands.with_quantize(p),  # type: ignore[misc]
+            lambda p=product: operands.float32(p, True),  # type: ignore[misc]
+            lambda p=product: operands.float32(p, False),  # type: ignore[misc]
+        ]
+        for side in sides:
+            side()
+        samples = [[_timed(side) for side in sides] for _ in range(rounds)]
+        medians = [stats.median(column) for column in zip(*samples, strict=True)]
+        best = 2 if medians[2] <= medians[3] else 3
+        timings.append(
+            Timing(
+                network,
+                case,
+                product,
+                kernel,
+                medians[0],
+                medians[best],
+                stats.median(row[best] / row[0] for row in samples),
+                stats.median(row[best] / row[1] for row in samples),
+            )
+        )
+    return timings
+
+
+def _geomean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else float("nan")
+
+
+def summarize(timings: list[Timing]) -> dict[str, object]:
+    """Geometric means by class and product, over all, and the slowest."""
+    kinds = sorted({t.case.kind for t in timings})
+    classes = {
+        kind: {p: round(_geomean([t.ratio for t in timings if t.case.kind == kind and t.product == p]), 3) for p in PRODUCTS}
+        for kind in kinds
+    }
+    slowest = min(timings, key=lambda t: t.ratio)
+    return {
+        "classes": classes,
+        "geomean": round(_geomean([t.ratio for t in timings]), 3),
+        "slowest": {
+            "network": slowest.network,
+            "shape": str(slowest.case),
+            "product": slowest.product,
+            "ratio": round(slowest.ratio, 3),
+        },
+        "path": native.current(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _fp32_peak() -> float:
+    """Billions of multiplications per second that this machine reaches in a large float32 matrix product."""
+    a = torch.randn(1536, 1536)
+    best = min(_timed(lambda: a @ a) for _ in range(8))
+    return 1536**3 / best / 1e6
+
+
+def run(config: KernelsConfig, console: Console) -> list[Timing]:
+    """The command."""
+    peak = _fp32_peak()
+    console.print(
+        f"path [bold]{native.current()}[/], {torch.get_num_threads()} threads, fp32 peak about {peak:.0f} GMAC/s; ratios are "
+        "against the faster of contiguous and channels_last FP32, median of interleaved rounds\n"
+    )
+    timings: list[Timing] = []
+    for network in config.shapes:
+        rows = []
+        for case in cases(network):
+            if config.kind and case.kind != config.kind:
+                continue
+            with console.status(f"{network}: {case}"):
+                measured = measure(network, case, config.rounds)
+            timings += measured
+            for t in measured:
+                rows.append(
+                    [str(case), t.case.kind, t.product, t.kernel]
+                    + [f"{t.int8_ms:.2f}", f"{t.float_ms:.2f}", f"{t.ratio:.2f}", f"{t.ratio_with_quantize:.2f}"]
+                    + [f"{t.gmacs:.0f}", f"{t.gmacs / peak:.0%}"]
+                    + ([_reason(case, t.product)] if config.explain else [])
+                )
+        columns = ["shape", "class", "product", "kernel", "int8 ms", "fp32 ms", "ratio", "+quantize", "GMAC/s", "of peak"]
+        console.print(tables.build(network, columns + (["why"] if config.explain else []), rows, left=4))
+        console.print()
+    if not timings:
+        raise ValueError(f"bench: no shape of class {config.kind!r} in {', '.join(config.shapes)}.")
+    summary = summarize(timings)
+    console.print(tables.build("Geometric means", ["class", *PRODUCTS], _summary_rows(summary)))
+    console.print(f"\nall {summary['geomean']}, slowest {summary['slowest']}")
+    if config.json:
+        details = [{**asdict(t), "case": str(t.case), "kind": t.case.kind} for t in timings]
+        config.json.write_text(json.dumps({**summary, "layers": details}, indent=2) + "\n")
+        console.print(f"written to {config.json}")
+    return timings
+
+
+def _summary_rows(summary: dict[str, object]) -> list[list[str]]:
+    classes = summary["classes"]
+    assert isinstance(classes, dict)
+    return [[kind, *(f"{products[p]:.2f}" for p in PRODUCTS)] for kind, products in classes.items()]
+
+
+def _reason(case: ConvCase, product: str) -> str:
+    oh, ow = case.out
+    return native_kernels.explain(
+        product,
+        [case.batch, case.in_channels, case.height, case.width],
+        [case.out_channels, case.in_channels // case.groups, case.kernel_h, case.kernel_w],
+        [case.batch, case.out_channels, oh, ow],
+        ([case.stride] * 2, [case.padding_h, case.padding_w], [case.dilation] * 2, case.groups),
+    )

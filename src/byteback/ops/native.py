@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paths: which set of kernels runs, and why. Loads the native library; the only place that decides.
+
+    reference   plain PyTorch, on any device: the meaning of every operator
+    generic     portable C++
+    avx2        C++ for x86-64 with AVX2 and FMA
+
+Every path gives the same bits. Without a word from the user the best path that can run here is taken; `with path(...)` or
+the environment variable BYTEBACK_PATH (read at each call) choose another one. The native paths serve CPU tensors; tensors
+elsewhere are served by the reference.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+try:
+    library: ModuleType | None = importlib.import_module("byteback._native")
+    _load_error = ""
+except ImportError as error:
+    library = None
+    _load_error = str(error)
+
+PATHS = ("reference", "generic", "avx2")  # from the plainest to the fastest
+VARIABLE = "BYTEBACK_PATH"
+_NUMBERS = {"generic": 0, "avx2": 1}  # enum class Path in csrc/path.h
+
+_chosen: list[str] = []  # by `with path(...)`, innermost last
+last_kernel = ""
+"""The native kernel that served the last product, such as "avx2/winograd"; empty after the reference."""
+
+
+def why_not(path: str) -> str:
+    """Why a path cannot run here; empty where it can.
+
+    >>> why_not("reference")
+    ''
+    """
+    if path == "reference":
+        return ""
+    if library is None:
+        return f"this build has no native library ({_load_error})"
+    if not library.is_compiled(_NUMBERS[path]):
+        return "not compiled into this build"
+    if not library.cpu_supports(_NUMBERS[path]):
+        return f"this CPU lacks {path}"
+    return ""
+
+
+def available() -> list[str]:
+    """The paths that can run here, fastest first."""
+    return [path for path in reversed(PATHS) if not why_not(path)]
+
+
+_best = available()[0]
+
+
+def current() -> str:
+    """The path that the next operator takes."""
+    if _chosen:
+        return _chosen[-1]
+    asked = os.environ.get(VARIABLE)
+    if not asked:
+        return _best
+    _check(asked, f"{VARIABLE} is set to {asked!r}. Unset it to fall back to {_best!r}.")
+    return asked
+
+
+def number() -> int | None:
+    """The current path as the native library counts; None for the reference."""
+    return _NUMBERS.get(current())
+
+
+@contextmanager
+def path(name: str) -> Iterator[None]:
+    """Runs every operator on one path, in this process, for as long as the block lasts.
+
+    >>> with path("reference"):
+    ...     current()
+    'reference'
+    """
+    _check(name, f"path({name!r}) was asked for. Leave it out to use {_best!r}.")
+    _chosen.append(name)
+    try:
+        yield
+    finally:
+        _chosen.pop()
+
+
+def _check(name: str, asked: str) -> None:
+    if name not in PATHS:
+        raise ValueError(f"path: {name!r} is unknown; there are {', '.join(PATHS)}. {asked}")
+    if why_not(name):
+        reasons = "\n".join(f"  {p:<10} : {why_not(p) or 'can run'}" for p in reversed(PATHS))
+        raise RuntimeError(f"no kernel can run on path {name!r} here.\n{reasons}\n  {asked}        (details: byteback doctor)")

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proves that equal inputs give equal bits whatever surrounds the call: thread count, autocast, other Python threads.
+
+Sizes are large enough for torch to really split the work (its grain is 32768 elements for elementwise loops).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from byteback import ops
+
+Result = list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bytes]]
+
+
+def i8(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(9))
+
+
+def bits(result: Tensor | tuple[Tensor, ...]) -> Result:
+    """dtype, shape, strides and bytes of everything an operator returned."""
+    tensors = result if isinstance(result, tuple) else (result,)
+    return [(t.dtype, tuple(t.shape), t.stride(), np.ascontiguousarray(t.numpy()).tobytes()) for t in tensors]
+
+
+S4 = torch.full((1, 1, 1, 1), 0.01)
+S2 = torch.full((1, 1), 0.01)
+X, W, G = i8(4, 32, 20, 20), i8(48, 32, 3, 3, seed=1), i8(4, 48, 20, 20, seed=2)
+GEOMETRY = ([1, 1], [1, 1], [1, 1], 1)
+F4 = floats(8, 17, 31, 29)
+CLIP = torch.full((1, 1, 1, 1), 2.5)
+KEY = torch.tensor([0x12345678, 0x9ABCDEF0])
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "conv_int8": lambda: ops.conv_int8(X, S4, W, S4, *GEOMETRY),
+    "conv_int8_deep": lambda: ops.conv_int8(i8(2, 1100, 6, 6), S4, i8(8, 1100, 3, 3, seed=3), S4, *GEOMETRY),
+    "conv_int8_grad_input": lambda: ops.conv_int8_grad_input(G, S4, W, S4, [4, 32, 20, 20], *GEOMETRY),
+    "conv_int8_grad_weight": lambda: ops.conv_int8_grad_weight(G, S4, X, S4, [48, 32, 3, 3], *GEOMETRY),
+    "conv_int8_grad_weight_deep": lambda: ops.conv_int8_grad_weight(
+        i8(2, 3, 40, 40), S4, i8(2, 4, 40, 40), S4, [3, 4, 3, 3], *GEOMETRY
+    ),
+    "matmul_int8": lambda: ops.matmul_int8(i8(64, 3000), S2, i8(3000, 48, seed=4), S2),
+    "quantize_to_nearest": lambda: ops.quantize(F4, CLIP),
+    "quantize_stochastically": lambda: ops.quantize(F4, CLIP, KEY),
+    "noise_key": lambda: ops.noise_key(torch.tensor(3), torch.tensor(4), torch.tensor(5), 6),
+    "absmax": lambda: ops.absmax(F4),
+    "absmax_per_channel": lambda: ops.absmax(F4, 1),
+    "moments": lambda: ops.moments(F4),
+    "tail_count": lambda: ops.tail_count(F4, CLIP),
+    "dot_terms": lambda: ops.dot_terms(F4, i8(8, 17, 31, 29), S4),
+    "cosine_terms": lambda: ops.cosine_terms(F4, torch.tensor([0.5, 1.0, 2.0])),
+    "cosine_slope_terms": lambda: ops.cosine_slope_terms(F4, torch.tensor(1.5)),
+    "sum_channels": lambda: ops.sum_channels(floats(1, 777, 1, 1).double()),
+}
+by_call = pytest.mark.parametrize("call", list(CALLS))
+
+
+def test_every_operator_is_listed_here() -> None:
+    assert [name for name in ops.__all__ if not any(call.startswith(name) for call in CALLS)] == []
+
+
+@by_call
+def test_two_threads_give_the_bits_of_one(call: str, restore_threads: None) -> None:
+    torch.set_num_threads(1)
+    alone = bits(CALLS[call]())
+    torch.set_num_threads(2)
+    assert bits(CALLS[call]()) == alone
+
+
+@by_call
+def test_autocast_changes_nothing(call: str) -> None:
+    plain = bits(CALLS[call]())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
+        assert bits(CALLS[call]()) == plain
+        assert torch.is_autocast_enabled("cpu")
+
+
+@by_call
+def test_inference_mode_and_no_grad_change_nothing(call: str) -> None:
+    plain = bits(CALLS[call]())
+    with torch.no_grad():
+        assert bits(CALLS[call]()) == plain
+    with torch.inference_mode():
+        assert bits(CALLS[call]()) == plain
+
+
+def test_several_python_threads_at_once_give_the_bits_of_one() -> None:
+    expected = {name: bits(call()) for name, call in CALLS.items()}
+    wrong: list[str] = []
+    start = threading.Barrier(4)
+
+    def worker(offset: int) -> None:
+        start.wait()
+        names = list(CALLS)
+        for name in names[offset:] + names[:offset]:
+            try:
+                if bits(CALLS[name]()) != expected[name]:
+                    wrong.append(name)
+            except Exception as error:
+                wrong.append(f"{name}: {error!r}")
+
+    threads = [threading.Thread(target=worker, args=(4 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_calls_leave_the_nnpack_switch_as_it_was() -> None:
+    before = torch._C._get_nnpack_enabled()
+    try:
+        for enabled in (True, False):
+            torch.backends.nnpack.set_flags(enabled)
+            CALLS["conv_int8"]()
+            assert torch._C._get_nnpack_enabled() is enabled
+    finally:
+        torch.backends.nnpack.set_flags(before)
+
+
+@by_call
+def test_a_call_changes_none_of_its_arguments(call: str) -> None:
+    shared = (X, W, G, S4, S2, F4, CLIP, KEY)
+    before = [bits(tensor) for tensor in shared]
+    CALLS[call]()
+    assert [bits(tensor) for tensor in shared] == before

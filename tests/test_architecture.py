@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The house has floors, and dependencies point down only.
+
+    cli → train → convert, fuse, lr_scaling, report, export → nn → recipes → quantize → ops
+
+`tables`, `models` and `torchvision_compat` are leaves: every floor may use them, they use none (models may use
+torchvision_compat). Every import statement of src/byteback is read with ast; an offence is named as file:line.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import byteback
+
+PACKAGE = Path(byteback.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+FLOORS = {
+    "ops": 0,
+    "quantize": 1,
+    "recipes": 2,
+    "nn": 3,
+    **dict.fromkeys(("convert", "fuse", "lr_scaling", "report", "export"), 4),
+    "__init__": 5,  # the public names show floors 0 to 4; the trainer and the command line are users of them
+    "train": 6,
+    "cli": 7,
+    "__main__": 8,
+}
+LEAVES = {"tables": set(), "torchvision_compat": set(), "models": {"torchvision_compat"}}
+# Rooms of floor 4 may use each other downwards in this order only, or two of them could need each other.
+FOURTH_FLOOR = ["convert", "fuse", "lr_scaling", "report", "export"]
+CORE_MAY_IMPORT = {"byteback", "torch", "numpy", *sys.stdlib_module_names}
+# Optional, so only inside the function that needs it.
+LAZY = {"tables": {"rich"}, "torchvision_compat": {"torchvision"}, "models": {"torchvision"}}
+LONGEST_FILE = 400
+MAY_BE_LONGER = 0.1  # of all files: "most files", and one kernel may deserve more
+
+
+class Import(NamedTuple):
+    module: str  # absolute, as far as the statement says
+    line: int
+    top_level: bool
+
+
+def room(file: Path) -> str:
+    """The first part of a file's name inside the package: 'ops' for ops/reference.py, 'convert' for convert.py."""
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(source: str, package: str = "byteback") -> Iterator[Import]:
+    """Every import of a file, also those inside functions and under TYPE_CHECKING."""
+    tree = ast.parse(source)
+    lazy = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        top = id(node) not in lazy
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, top)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([base] if base else [])])
+            if base == "byteback":  # `from byteback import ops` names rooms (or public names, checked as rooms too)
+                for alias in node.names:
+                    yield Import(f"byteback.{alias.name}", node.lineno, top)
+            else:
+                yield Import(base, node.lineno, top)
+
+
+def offence(here: str, there: str) -> str | None:
+    """Why `here` may not import `byteback.there`; None where it may."""
+    if there not in FLOORS and there not in LEAVES:
+        there = "__init__"  # a public name, such as byteback.prepare
+    if here == there:
+        return None
+    if there in LEAVES:
+        if here in LEAVES and there not in LEAVES[here]:
+            return f"the leaf {here} may not use {there}"
+        return None
+    if here in LEAVES:
+        return f"{here} is a leaf and uses no floor, but imports {there}"
+    if there == "__init__" and FLOORS[here] < FLOORS["__init__"]:
+        return f"{here} imports the public package, which is made of it; import from the room that defines the name"
+    if FLOORS[there] > FLOORS[here]:
+        return f"{here} (floor {FLOORS[here]}) knows {there} (floor {FLOORS[there]}), which is above it"
+    if here in FOURTH_FLOOR and there in FOURTH_FLOOR and FOURTH_FLOOR.index(there) > FOURTH_FLOOR.index(here):
+        return f"{here} knows {there}, which comes after it on floor 4 ({' → '.join(reversed(FOURTH_FLOOR))})"
+    return None
+
+
+def found_in(file: Path) -> Iterator[Import]:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return imports(file.read_text(encoding="utf-8"), ".".join(parts[:-1]))
+
+
+def where(file: Path, line: int) -> str:
+    return f"{file.relative_to(PACKAGE.parents[1])}:{line}"
+
+
+def test_there_are_files_to_look_at() -> None:
+    assert {"ops", "quantize", "recipes", "nn", "convert", "lr_scaling", "report"} <= {room(file) for file in FILES}
+
+
+def test_every_room_has_a_floor() -> None:
+    unknown = {room(file) for file in FILES} - FLOORS.keys() - LEAVES.keys()
+    assert not unknown, f"give {', '.join(sorted(unknown))} a floor in tests/test_architecture.py"
+
+
+def test_dependencies_point_down() -> None:
+    offences = []
+    for file in FILES:
+        for item in found_in(file):
+            package, *rooms = item.module.split(".")
+            why = offence(room(file), rooms[0] if rooms else "__init__") if package == "byteback" else None
+            if why:
+                offences.append(f"{where(file, item.line)}: {why}")
+    assert not offences, "\n" + "\n".join(offences)
+
+
+def test_core_floors_import_torch_numpy_and_the_standard_library_only() -> None:
+    offences = []
+    for file in FILES:
+        if FLOORS.get(room(file), 0) >= FLOORS["train"]:
+            continue  # the trainer and the command line bring what pyproject's `train` extra names
+        for item in found_in(file):
+            package = item.module.split(".")[0]
+            lazily_fine = package in LAZY.get(room(file), set()) and not item.top_level
+            if package not in CORE_MAY_IMPORT and not lazily_fine:
+                offences.append(f"{where(file, item.line)}: imports {item.module}")
+    assert not offences, "\n" + "\n".join(offences)
+
+
+def test_no_room_is_called_utils() -> None:
+    nameless = [str(file) for file in FILES if file.stem in ("utils", "util", "common", "helpers", "helper", "misc")]
+    assert not nameless, f"name the room after what it is for: {nameless}"
+
+
+def test_most_files_are_short() -> None:
+    long = {
+        str(file.relative_to(PACKAGE)): lines
+        for file in FILES
+        if (lines := len(file.read_text(encoding="utf-8").splitlines())) >= LONGEST_FILE
+    }
+    assert len(long) <= MAY_BE_LONGER * len(FILES), f"{len(long)} of {len(FILES)} files are long: {long}"
+
+
+def test_every_file_opens_with_its_licence_and_says_what_it_is_for() -> None:
+    for file in FILES:
+        text = file.read_text(encoding="utf-8")
+        assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), file
+        assert ast.get_docstring(ast.parse(text)), f"{file} has no header"
+
+
+# ---- the walker itself: a guard that catches nothing would pass every test above ----
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "allowed"),
+    [
+        ("nn", "ops", True),
+        ("nn", "recipes", True),
+        ("report", "convert", True),
+        ("lr_scaling", "convert", True),
+        ("cli", "train", True),
+        ("quantize", "tables", True),
+        ("models", "torchvision_compat", True),
+        ("ops", "quantize", False),
+        ("quantize", "recipes", False),
+        ("recipes", "nn", False),
+        ("nn", "convert", False),
+        ("convert", "report", False),
+        ("export", "train", False),
+        ("train", "cli", False),
+        ("tables", "ops", False),
+        ("models", "nn", False),
+        ("torchvision_compat", "models", False),
+        ("__init__", "report", True),
+        ("__init__", "models", True),
+        ("train", "__init__", True),
+        ("train", "UnifiedInt8", True),
+        ("__init__", "train", False),
+        ("report", "UnifiedInt8", False),
+        ("nn", "__init__", False),
+    ],
+)
+def test_the_rule_knows_up_from_down(here: str, there: str, allowed: bool) -> None:
+    assert (offence(here, there) is None) == allowed
+
+
+def test_the_walker_sees_every_kind_of_import() -> None:
+    source = "\n".join(
+        [
+            "import byteback.train.loop",
+            "from byteback import ops, tables",
+            "from byteback.nn import layer",
+            "from . import sibling",
+            "from ..convert import prepare",
+            "if TYPE_CHECKING:",
+            "    import rich.table",
+            "def late():",
+            "    from torchvision import models",
+        ]
+    )
+    assert sorted(imports(source, "byteback.ops"), key=lambda item: item.line) == [
+        ("byteback.train.loop", 1, True),
+        ("byteback.ops", 2, True),
+        ("byteback.tables", 2, True),
+        ("byteback.nn", 3, True),
+        ("byteback.ops", 4, True),
+        ("byteback.convert", 5, True),
+        ("rich.table", 7, True),
+        ("torchvision", 9, False),
+    ]
