@@ -14,6 +14,7 @@
 //          base + steps[e], which half being a shift.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -45,8 +46,8 @@ struct Constants {
 
 struct ConstantsTag {};
 
-Constants make_constants(s64 advance) {
-    constexpr s64 room = kPeriod + kBlock;
+Constants make_constants(s64 period, s64 advance) {
+    const s64 room = period + kBlock;
     char* memory = scratch<ConstantsTag>(4 * room * sizeof(f32));
     f32* floats = reinterpret_cast<f32*>(memory);
     u32* words = reinterpret_cast<u32*>(memory + 2 * room * sizeof(f32));
@@ -54,10 +55,8 @@ Constants make_constants(s64 advance) {
     return {floats, floats + room, words, words + room, advance};
 }
 
-void set_clip(const Constants& k, s64 e, f32 clip) {
-    k.inverse[e] = is_live(clip) ? inverse_scale(clip) : 0.0f;
-    k.bound[e] = is_live(clip) ? clip : std::numeric_limits<f32>::infinity();
-}
+f32 inverse_of(f32 clip) { return is_live(clip) ? inverse_scale(clip) : 0.0f; }
+f32 bound_of(f32 clip) { return is_live(clip) ? clip : std::numeric_limits<f32>::infinity(); }
 
 // What a run saw, eight lanes each. Magnitudes are compared as integers: in that order NaN lies above Inf.
 struct Tally {
@@ -150,9 +149,17 @@ inline __m256i block(const f32* x, const Constants& k, s64 e, __m256i hash, __m2
     return packed(result);
 }
 
+// Elements that run will read `ahead` bytes further on. Where a tile is not the whole row, the hardware cannot foresee them.
+// May lie behind the end of the tensor: a prefetch never faults.
+inline void fetch(const f32* x, s64 ahead) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(x) + ahead;
+    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(at + 64), _MM_HINT_T0);
+}
+
 // Quantizes n <= period elements whose constants are k. base = index of the first pair * kPairStride + k0.
 template <Rounding rounding>
-void run(const f32* x, s8* q, s64 n, const Constants& k, u32 base, u32 k1_word, Totals& totals) {
+void run(const f32* x, s64 ahead, s8* q, s64 n, const Constants& k, u32 base, u32 k1_word, Totals& totals) {
     Tally tally;
     const __m256i k1 = _mm256_set1_epi32(static_cast<s32>(k1_word));
     __m256i hash = _mm256_set1_epi32(static_cast<s32>(base));
@@ -162,6 +169,7 @@ void run(const f32* x, s8* q, s64 n, const Constants& k, u32 base, u32 k1_word, 
     if (rounding == Rounding::pairs) hash = _mm256_add_epi32(hash, _mm256_mullo_epi32(order, stride));
     s64 e = 0;
     for (; e + kBlock <= n; e += kBlock) {
+        fetch(x + e, ahead);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + e), block<rounding>(x + e, k, e, hash, k1, tally));
         if (rounding == Rounding::pairs)
             hash = _mm256_add_epi32(hash, _mm256_set1_epi32(static_cast<s32>(kBlock / 2 * kPairStride)));
@@ -179,7 +187,10 @@ void run(const f32* x, s8* q, s64 n, const Constants& k, u32 base, u32 k1_word, 
 
 // The constants of one tile, repeated for the rows that are taken together.
 void fill_clips(const Constants& k, const Cut& cut, const Cut::Unit& unit, PerScale clip) {
-    for (s64 c = 0; c < unit.width; ++c) set_clip(k, c, clip.at(unit.outer, unit.channel + c));
+    for (s64 c = 0; c < unit.width; ++c) {
+        k.inverse[c] = inverse_of(clip.at(unit.outer, unit.channel + c));
+        k.bound[c] = bound_of(clip.at(unit.outer, unit.channel + c));
+    }
     for (s64 row = 1; row < cut.together; ++row) {
         std::memcpy(k.inverse + row * unit.width, k.inverse, unit.width * sizeof(f32));
         std::memcpy(k.bound + row * unit.width, k.bound, unit.width * sizeof(f32));
@@ -187,7 +198,7 @@ void fill_clips(const Constants& k, const Cut& cut, const Cut::Unit& unit, PerSc
 }
 
 void fill_steps(const Constants& k, const Cut& cut) {
-    for (s64 e = 0; e < cut.together * cut.tile; ++e) {
+    for (s64 e = 0; e < cut.period(); ++e) {
         const s64 row = e / cut.tile, c = e % cut.tile;
         k.steps[e] = static_cast<u32>(row * ceil_div(cut.tile, 2) + c / 2) * kPairStride;
         k.left[e] = c % 2 ? 0 : 16;
@@ -197,9 +208,9 @@ void fill_steps(const Constants& k, const Cut& cut) {
 template <Rounding rounding>
 void channels_last(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* q, int threads, Totals* totals) {
     const Cut cut(rows);
-    const s64 pairs = ceil_div(rows.channels, 2);
+    const s64 pairs = ceil_div(rows.channels, 2), ahead = cut.together * rows.inner_stride * static_cast<s64>(sizeof(f32));
     parallel_ranges(threads, cut.units(), [&](int thread, s64 begin, s64 end) {
-        const Constants k = make_constants(1);
+        const Constants k = make_constants(cut.period(), 1);
         if (rounding == Rounding::table) fill_steps(k, cut);
         Totals seen;
         s64 filled_outer = -1, filled_channel = -1;
@@ -213,7 +224,8 @@ void channels_last(const Rows& rows, const f32* x, PerScale clip, Noise noise, s
                 const s64 n = (unit.end - i < cut.together ? unit.end - i : cut.together) * unit.width;
                 const s64 at = unit.outer * rows.outer_stride + i * rows.inner_stride + unit.channel;
                 const s64 pair = (unit.outer * rows.inner + i) * pairs + unit.channel / 2;
-                run<rounding>(x + at, q + at, n, k, static_cast<u32>(pair) * kPairStride + noise.k0, noise.k1, seen);
+                const u32 base = static_cast<u32>(pair) * kPairStride + noise.k0;
+                run<rounding>(x + at, ahead, q + at, n, k, base, noise.k1, seen);
             }
         }
         totals[thread] = seen;
@@ -225,7 +237,7 @@ template <Rounding rounding>
 void planes(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* q, int threads, Totals* totals) {
     const s64 pairs = ceil_div(rows.channels, 2), pieces = ceil_div(rows.inner, kUnitWork);
     parallel_ranges(threads, rows.outer * rows.channels * pieces, [&](int thread, s64 begin, s64 end) {
-        const Constants k = make_constants(0);
+        const Constants k = make_constants(kPeriod, 0);
         if (rounding == Rounding::table)
             for (s64 e = 0; e < kPeriod; ++e) k.steps[e] = static_cast<u32>(e * pairs) * kPairStride;
         Totals seen;
@@ -233,16 +245,25 @@ void planes(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* q, i
             const s64 c = index / pieces % rows.channels, o = index / pieces / rows.channels;
             const s64 first = index % pieces * kUnitWork;
             const s64 last = first + kUnitWork < rows.inner ? first + kUnitWork : rows.inner;
-            for (s64 e = 0; e < kBlock; ++e) set_clip(k, e, clip.at(o, c)), k.left[e] = c % 2 ? 0 : 16;
+            std::fill_n(k.inverse, kBlock, inverse_of(clip.at(o, c)));
+            std::fill_n(k.bound, kBlock, bound_of(clip.at(o, c)));
+            std::fill_n(k.left, kBlock, c % 2 ? 0u : 16u);
             for (s64 i = first; i < last; i += kPeriod) {
                 const s64 n = last - i < kPeriod ? last - i : kPeriod;
                 const s64 at = o * rows.outer_stride + c * rows.channel_stride + i;
                 const s64 pair = (o * rows.inner + i) * pairs + c / 2;
-                run<rounding>(x + at, q + at, n, k, static_cast<u32>(pair) * kPairStride + noise.k0, noise.k1, seen);
+                const u32 base = static_cast<u32>(pair) * kPairStride + noise.k0;
+                run<rounding>(x + at, n * sizeof(f32), q + at, n, k, base, noise.k1, seen);
             }
         }
         totals[thread] = seen;
     });
+}
+
+// Dense planes as one channel of many rows, for what varies along no channel.
+Rows one_channel(const Rows& rows) {
+    if (rows.inner_stride != 1 || rows.channel_stride != rows.inner) return rows;
+    return {rows.outer, rows.channels * rows.inner, 1, rows.outer_stride, 1, 1};
 }
 
 Report report(const std::vector<Totals>& parts) {
@@ -260,7 +281,9 @@ Report report(const std::vector<Totals>& parts) {
 }  // namespace
 
 Report quantize(const Rows& given, const f32* x, PerScale clip, Noise noise, s8* q, int threads) {
-    const Rows rows = clip.outer_stride ? given : merged(given);
+    const bool flat = !noise.stochastic && clip.channel_stride == 0;
+    const Rows single = flat ? one_channel(given) : given;
+    const Rows rows = clip.outer_stride ? single : merged(single);
     threads = useful_threads(threads, rows.count() * rows.channels);
     std::vector<Totals> totals(threads > 1 ? threads : 1);
     if (rows.channels_last()) {

@@ -91,8 +91,9 @@ f64 tensor_sum(const Rows& rows, int threads, const Product& product) {
 // x rounded to nearest under a clip, as a float: -0 and NaN stay what they are.
 f32 nearest(f32 x, f32 clip) { return is_live(clip) ? std::nearbyint(clamped(x * inverse_scale(clip))) : 0.0f; }
 
-// d = 127 ∂x̂/∂clip: 127 sign(x) where |x| > clip, else q - y.
+// d = 127 ∂x̂/∂clip: 127 sign(x) where |x| > clip, else q - y; 0 for a clip that counts as zero.
 f32 slope(f32 x, f32 clip, f32 q) {
+    if (!is_live(clip)) return 0.0f;
     if (std::fabs(x) > clip) return x > 0.0f ? kLimit : x < 0.0f ? -kLimit : 0.0f;
     return q - x * inverse_scale(clip);
 }

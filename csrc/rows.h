@@ -4,19 +4,21 @@
 // Everything is static: each path compiles its own copy, or the linker could hand AVX2 code to a machine without it.
 #pragma once
 
+#include <limits>
+
 #include "elementwise.h"
 
 namespace byteback {
 
 constexpr s64 kSmallWork = 1 << 14;  // elements below which a second thread costs more than it saves
 constexpr s64 kUnitWork = 1 << 13;   // elements of a unit of work, roughly
-constexpr s64 kPeriod = 1 << 10;     // elements whose per-channel constants are laid out side by side
+constexpr s64 kPeriod = 1 << 10;     // elements of the rows that are taken together
+constexpr s64 kTile = 1 << 11;       // channels of a tile
 
 // False for NaN as well.
-static inline bool is_live(f32 clip) { return clip >= kTinyClip; }
+static inline bool is_live(f32 clip) { return clip >= kTinyClip && clip < std::numeric_limits<f32>::infinity(); }
 
-// 127 / clip with the reference's two roundings: PyTorch evaluates `127 / tensor` as tensor.reciprocal() * 127.
-static inline f32 inverse_scale(f32 clip) { return (1.0f / (is_live(clip) ? clip : 1.0f)) * static_cast<f32>(kMax); }
+static inline f32 inverse_scale(f32 clip) { return static_cast<f32>(kMax) / (is_live(clip) ? clip : 1.0f); }
 
 static inline int useful_threads(int threads, s64 elements) {
     const s64 useful = 1 + elements / kSmallWork;
@@ -50,7 +52,7 @@ struct Cut {
 
     explicit Cut(const Rows& rows) : outer(rows.outer) {
         const bool dense = rows.inner_stride == rows.channels && rows.channels <= kPeriod;
-        tile = rows.channels < kPeriod ? rows.channels : kPeriod;
+        tile = rows.channels < kTile ? rows.channels : kTile;
         tiles = tile ? ceil_div(rows.channels, tile) : 0;
         together = dense && tile ? kPeriod / tile : 1;
         if (together > rows.inner) together = rows.inner > 0 ? rows.inner : 1;
@@ -62,6 +64,7 @@ struct Cut {
     }
 
     s64 units() const { return tiles * outer * chunks; }
+    s64 period() const { return together * tile; }
 
     Unit unit(const Rows& rows, s64 index) const {
         const s64 k = index % chunks, o = index / chunks % outer, t = index / chunks / outer;

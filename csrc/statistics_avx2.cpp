@@ -78,7 +78,7 @@ struct Moments {
         const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
         for (s64 row = 0; row < piece.rows; ++row) {
             const f32* from = piece.x + row * piece.x_stride + c;
-            piece.fetch_ahead(from);
+            piece.fetch_ahead(c, row);
             for (int v = 0; v < V; ++v) {
                 const __m256 x = lanes.load(from + 8 * v);
                 const Wide wide = lanes.wide(from + 8 * v, x);
@@ -121,7 +121,7 @@ struct Cosine {
         __m256 integers[V] = {};
         for (s64 row = 0; row < piece.rows; ++row) {
             const f32* from = piece.x + row * piece.x_stride + c;
-            if (square) piece.fetch_ahead(from);
+            if (square) piece.fetch_ahead(c, row);
             for (int v = 0; v < V; ++v) {
                 const __m256 x = lanes.load(from + 8 * v), q = nearest(_mm256_mul_ps(x, inverse));
                 const Wide wide = lanes.wide(from + 8 * v, x);
@@ -158,7 +158,7 @@ struct CosineSlope {
         __m256 integers = _mm256_setzero_ps();
         for (s64 row = 0; row < piece.rows; ++row) {
             const f32* from = piece.x + row * piece.x_stride + c;
-            piece.fetch_ahead(from);
+            piece.fetch_ahead(c, row);
             const __m256 x = lanes.load(from), y = _mm256_mul_ps(x, inverse), q = nearest(y);
             const Wide wide_x = lanes.wide(from, x), wide_q = widen(q), wide_d = widen(slope(x, y, q, bound));
             xq.add_product(0, wide_x, wide_q);
@@ -187,7 +187,7 @@ struct Dot {
         Sums<V> dot(acc), rounded_squares(acc + padded), squares(acc + 2 * padded);
         for (s64 row = 0; row < piece.rows; ++row) {
             const f32* from = piece.x + row * piece.x_stride + c;
-            piece.fetch_ahead(from);
+            piece.fetch_ahead(c, row);
             const Wide x = lanes.wide(from, lanes.load(from));
             const Wide rounded = product(lanes.integers(piece.q + row * piece.q_stride + c), scale);
             dot.add(0, product(x, rounded));

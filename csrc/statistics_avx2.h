@@ -37,6 +37,16 @@ struct AllLanes {
     Wide integers(const s8* p) const { return widen_bytes(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 };
 
+// n <= 8 bytes, the others 0; reads nothing behind them.
+inline s64 first_bytes(const s8* p, s64 n) {
+    u64 all = 0, part = 0;
+    if (n == 8) std::memcpy(&all, p, 8);
+    if (n & 4) std::memcpy(&all, p, 4);
+    if (n & 2) std::memcpy(&part, p + (n & 4), 2), all |= part << 8 * (n & 4);
+    if (n & 1) all |= static_cast<u64>(static_cast<u8>(p[n & 6])) << 8 * (n & 6);
+    return static_cast<s64>(all);
+}
+
 // The first `count` lanes; the others read nothing and are 0.
 struct FirstLanes {
     s64 count;
@@ -48,11 +58,7 @@ struct FirstLanes {
 
     __m256 load(const f32* p) const { return _mm256_maskload_ps(p, mask); }
     Wide wide(const f32*, __m256 x) const { return widen(x); }
-    Wide integers(const s8* p) const {
-        s64 bytes = 0;
-        std::memcpy(&bytes, p, count);
-        return widen_bytes(_mm_cvtsi64_si128(bytes));
-    }
+    Wide integers(const s8* p) const { return widen_bytes(_mm_cvtsi64_si128(first_bytes(p, count))); }
 };
 
 // Some rows of one block by the channels of one tile, channels together.
@@ -63,11 +69,12 @@ struct Piece {
     s64 q_stride;
     const f32* scale;
     s64 rows, channel, width;
-    s64 ahead;  // bytes from a row to one that will be needed soon
+    uintptr_t ahead;  // what will be read next, and in which steps it is fetched while channels and rows are walked through
+    s64 ahead_channel, ahead_row;
 
-    // Columns are read with large strides, which the hardware does not foresee. May point anywhere: a prefetch never faults.
-    void fetch_ahead(const f32* from) const {
-        _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(from) + ahead), _MM_HINT_T0);
+    // Columns are read with large strides, which the hardware does not foresee. May lie behind the end: this never faults.
+    void fetch_ahead(s64 c, s64 row) const {
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + c * ahead_channel + row * ahead_row), _MM_HINT_T1);
     }
 };
 
@@ -118,10 +125,22 @@ inline void transpose8(const s8* from, s64 from_stride, s8* to, s64 to_stride) {
     }
 }
 
+// Fetches the rows of the next block: there are more planes than streams that the hardware can follow. May lie behind the end.
+template <class T>
+inline void fetch_planes(const T* from, s64 channel_stride, s64 width) {
+    const uintptr_t next = reinterpret_cast<uintptr_t>(from + kStatisticsBlock);
+    for (s64 c = 0; c < width; ++c)
+        for (s64 byte = 0; byte < kStatisticsBlock * static_cast<s64>(sizeof(T)); byte += 64) {
+            const uintptr_t at = next + c * channel_stride * sizeof(T) + byte;
+            _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+        }
+}
+
 // to[row * to_stride + c] = from[row * row_stride + c * channel_stride]
 template <class T>
 void pack(const T* from, s64 row_stride, s64 channel_stride, s64 rows, s64 width, T* to, s64 to_stride) {
     const s64 whole_rows = row_stride == 1 ? rows / 8 * 8 : 0, whole_width = width / 8 * 8;
+    if (row_stride == 1) fetch_planes(from, channel_stride, width);
     for (s64 c = 0; c < whole_width; c += 8)
         for (s64 row = 0; row < whole_rows; row += 8)
             transpose8(from + c * channel_stride + row, channel_stride, to + row * to_stride + c, to_stride);
@@ -159,7 +178,7 @@ struct Forest {
     explicit Forest(const Rows& rows) : blocks(ceil_div(rows.count(), kStatisticsBlock)), leaves(1) {
         constexpr s64 kWidth = 1024, kUnits = 16;
         while (leaves < blocks) leaves *= 2;
-        tile = !rows.channels_last() ? 16 : blocks < kUnits ? 64 : 512;
+        tile = !rows.channels_last() ? 16 : blocks < kUnits ? 64 : 1024;
         tile = rows.channels < tile ? rows.channels : tile;
         tiles = ceil_div(rows.channels, tile);
         for (joint = 1; joint < leaves && 2 * joint * tile <= kWidth;) joint *= 2;
@@ -242,19 +261,19 @@ private:
             scale_outer_ = o;
         }
         const s8* q = source_.q ? source_.q + at : nullptr;
-        if (r.channels_last()) return {source_.x + at, r.inner_stride, q, r.inner_stride, scale_, n, channel_, width_, 0};
+        if (r.channels_last()) return {source_.x + at, r.inner_stride, q, r.inner_stride, scale_, n, channel_, width_, 0, 0, 0};
         pack(source_.x + at, r.inner_stride, r.channel_stride, n, width_, packed_x_, padded_);
         if (q) pack(q, r.inner_stride, r.channel_stride, n, width_, packed_q_, padded_);
-        return {packed_x_, padded_, packed_q_, padded_, scale_, n, channel_, width_, 0};
+        return {packed_x_, padded_, packed_q_, padded_, scale_, n, channel_, width_, 0, 0, 0};
     }
 
     // A few rows at a time, so that they stay in the first cache while the columns are walked through.
     void add(Piece piece, f64* sums) {
         constexpr int V = Statistic::vectors;
-        const s64 all = piece.rows, few = piece.width > 1024 ? 4 : 4096 / piece.width;
-        piece.ahead = source_.rows.channels_last() ? few * piece.x_stride * static_cast<s64>(sizeof(f32)) : 0;
+        const s64 all = piece.rows, few = piece.width > 256 ? 8 : 2048 / piece.width;
         for (s64 row = 0; row < all; row += few) {
             piece.rows = all - row < few ? all - row : few;
+            plan_fetches(piece, V);
             s64 c = 0;
             for (; c + 8 * V <= piece.width; c += 8 * V)
                 statistic_.template columns<V>(piece, c, AllLanes{}, sums + c, padded_, aside_);
@@ -263,6 +282,15 @@ private:
             piece.x += few * piece.x_stride;
             if (piece.q) piece.q += few * piece.q_stride;
         }
+    }
+
+    // The rows behind the piece: in the order of memory where they lie together, else below those that are read.
+    static void plan_fetches(Piece& piece, int vectors) {
+        constexpr s64 size = sizeof(f32);
+        const bool dense = piece.x_stride == piece.width;
+        piece.ahead = reinterpret_cast<uintptr_t>(piece.x) + piece.rows * piece.x_stride * size;
+        piece.ahead_channel = dense ? piece.rows * size : size;
+        piece.ahead_row = dense ? 8 * vectors * size : piece.x_stride * size;
     }
 
     const Source& source_;

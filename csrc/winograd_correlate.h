@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // output and grad_input by Winograd: transform the tiles, multiply, transform back.
 //
-// Memory decides the order: a transform turns 1 byte of weights into 8, 1 byte of inputs into 4.5. So 16 to 64 result channels at a time,
-// whose transformed weights stay in the second-level cache, are made where they are needed and never stored. Transformed inputs are made
-// once for all of them: per block of tiles where all result channels fit ("fused"), else for many tiles ahead, shared by all threads.
+// Memory decides the order: a transform turns 1 byte of weights into 8, 1 byte of inputs into 4.5. So the weights of 16 to 64
+// result channels at a time are transformed where they are needed, stay in the second-level cache and are never stored. Inputs
+// are transformed once for all result channels: per block of tiles where one block of channels is all ("fused"), else for many
+// tiles ahead. Threads have their own tiles and result channels, and do not wait for each other.
 //
 // For winograd_avx2.cpp only, whose opening comment has the algorithm: AVX2 code in an anonymous namespace.
 #pragma once
@@ -19,9 +20,10 @@ namespace byteback::avx2 {
 namespace {
 
 constexpr s64 kWeightBytes = 600 << 10;  // of transformed weights, to stay in the second-level cache
-constexpr s64 kProducts = 2112;          // tiles times result channels whose products are kept, likewise
-constexpr s64 kAheadBytes = 8 << 20;     // of transformed inputs, to stay in the third-level cache
-constexpr s64 kStreamBytes = 4 << 20;    // of results, beyond which they are not worth keeping in the caches
+constexpr s64 kProducts = 2304;          // tiles times result channels whose products are kept, likewise
+constexpr s64 kMaxWidth = 4 * kPanel;    // result channels at a time, so that there are enough tiles at a time
+constexpr s64 kAheadBytes = 6 << 20;     // of a thread's transformed inputs, to stay in the third-level cache
+constexpr s64 kStreamBytes = 16 << 20;   // of results: more would not stay in the third-level cache anyway
 
 // y[n, h, w, j] = Σ_{r, s, d} x[n, h + r - pad_h, w + s - pad_w, d] · weights[j, r, s, d]
 struct Correlation {
@@ -34,38 +36,38 @@ struct Correlation {
     bool streaming;            // past the caches: y is larger than they are, and made of whole cache lines
 };
 
-struct CorrelationPlan {
-    s64 block_width;    // result channels whose weights are held at a time
-    s64 width_blocks;
-    bool fused;         // transformed inputs per block of tiles, not ahead
-    s64 batch_tiles;    // tiles between two transforms ahead
-    s64 block_tiles;    // tiles that are multiplied and transformed back together
-    s64 row;            // bytes from tile to tile in a block of transformed inputs [position][tile][channel]
-    s64 plane;          // from position to position
-
-    s64 block_bytes() const { return kPositions * plane; }
+// What one thread does: tiles and result channels, both as ranges.
+struct Share {
+    s64 tile_begin, tile_end, column_begin, column_end;
 };
 
-// Cache lines, but not a multiple of 1 KiB apart: those would share a few sets of the first-level cache.
-s64 spread(s64 bytes) {
-    bytes = round_up(bytes, 32);
-    return bytes % 1024 ? bytes : bytes + 64;
-}
+struct CorrelationPlan {
+    s64 block_width;  // result channels whose weights are held at a time
+    bool fused;       // one such block is all: inputs are transformed per block of tiles, not ahead
+    s64 batch_tiles;  // tiles whose inputs are transformed ahead
+    s64 block_tiles;  // tiles that are multiplied and transformed back together
+    s64 row;          // bytes from tile to tile in a block of transformed inputs [position][tile][channel]
+    s64 plane;        // from position to position
 
-CorrelationPlan plan_correlation(const Correlation& c, int threads) {
+    s64 block_bytes() const { return kPositions * plane; }
+    s64 input_bytes() const { return (fused ? 1 : ceil_div(batch_tiles, block_tiles)) * block_bytes(); }
+};
+
+// An even part of `whole`, not longer than `most`.
+s64 even_part(s64 whole, s64 most) { return ceil_div(whole, ceil_div(whole, most)); }
+
+CorrelationPlan plan_correlation(const Correlation& c, const Share& share) {
     CorrelationPlan p;
-    const s64 depth = c.weights.depth, width = round_up(c.weights.width, kPanel);
+    const s64 depth = c.weights.depth, width = round_up(share.column_end - share.column_begin, kPanel);
     const s64 affordable = kWeightBytes / (2 * kPositions * depth) / kPanel * kPanel;
-    p.width_blocks = ceil_div(width, std::clamp<s64>(affordable, kPanel, 4 * kPanel));
-    p.block_width = round_up(ceil_div(width, p.width_blocks), kPanel);
-    p.width_blocks = ceil_div(width, p.block_width);
-    p.fused = p.width_blocks == 1;
-    p.row = spread(2 * round_up(depth, 16));
-    const s64 most = kProducts / p.block_width;
-    const s64 ahead = std::max(most, kAheadBytes / (kPositions * p.row));
-    p.batch_tiles = p.fused ? c.tiling.count : ceil_div(c.tiling.count, ceil_div(c.tiling.count, ahead));
-    const s64 blocks = p.fused ? round_up(ceil_div(p.batch_tiles, most), threads) : ceil_div(p.batch_tiles, most);
-    p.block_tiles = std::min(round_up(ceil_div(p.batch_tiles, blocks), kRows), round_up(p.batch_tiles, 2));
+    p.block_width = round_up(even_part(width, std::clamp<s64>(affordable, kPanel, kMaxWidth)), kPanel);
+    p.fused = p.block_width == width;
+    // A multiple of 1 KiB from row to row would put all rows in few sets of the first-level cache.
+    p.row = 2 * round_up(depth, 16);
+    if (p.row % 1024 == 0) p.row += 64;
+    const s64 tiles = share.tile_end - share.tile_begin, most = kProducts / p.block_width / kRows * kRows;
+    p.batch_tiles = p.fused ? tiles : even_part(tiles, std::max(most, kAheadBytes / (kPositions * p.row)));
+    p.block_tiles = std::min(p.batch_tiles, round_up(even_part(p.batch_tiles, most), kRows));
     p.plane = (ceil_div(p.block_tiles * p.row, 64) | 1) * 64;
     return p;
 }
@@ -79,9 +81,12 @@ void transform_inputs(const Correlation& c, const CorrelationPlan& p, s64 first,
         find_pixels<6>(t, tile + 1, next);
         for_channel_blocks(0, t.channels, t.channels, [&](s64 channel, const auto& load) {
             if (channel % 64 == 0) fetch_pixels<6>(next, channel);
-            transform_tile<InputTransform>(
-                [&](int i) { return widen(load(pixels[i] + channel)); },
-                [&](int position, V v) { _mm256_store_si256(reinterpret_cast<V*>(at + position * p.plane + channel * 2), v); });
+            const auto emit = [&](int position, V v) {
+                char* to = at + position * p.plane + channel * 2;
+                _mm256_store_si256(reinterpret_cast<V*>(to), v);
+                if (channel % 32 == 0) _mm_prefetch(to + p.row, _MM_HINT_T0);  // where the next tile goes
+            };
+            transform_tile<InputTransform>([&](int i) { return widen(load(pixels[i] + channel)); }, emit);
         });
         std::copy(next, next + kPositions, pixels);
     }
@@ -94,7 +99,7 @@ struct CorrelationThread {
     s16* panels;
     s32* products;   // [panel][tile][position][column]
     s32* sums;       // [panel][tile][pixel][column]: earlier chunks
-    char* inputs;
+    char* inputs;     // a block of tiles, or all of a batch, block after block
     s64 chunk;       // summed channels that are brought back together
 
     void reserve(Arena& arena, const Correlation& c, const CorrelationPlan& p) {
@@ -104,12 +109,12 @@ struct CorrelationThread {
         arena.reserve(panels, panel_count * panel_size(c.weights.depth));
         arena.reserve(products, panel_count * p.block_tiles * kTile);
         arena.reserve(sums, chunk_is_safe(9 * kMax * c.weights.depth) ? 0 : panel_count * p.block_tiles * 16 * kPanel);
-        arena.reserve(inputs, p.fused ? p.block_bytes() : 0);
+        arena.reserve(inputs, p.input_bytes());
     }
 };
 
-void prepare_weights(const Correlation& c, const CorrelationPlan& p, s64 first, CorrelationThread& own) {
-    const s64 depth = c.weights.depth, panels = ceil_div(std::min(p.block_width, c.weights.width - first), kPanel);
+void prepare_weights(const Correlation& c, s64 first, s64 columns, CorrelationThread& own) {
+    const s64 depth = c.weights.depth, panels = ceil_div(columns, kPanel);
     for (s64 panel = 0; panel < panels; ++panel) {
         stage_panel(c.weights, first + panel * kPanel, own.staged);
         sum_magnitudes(own.staged, depth, own.magnitudes + panel * ceil_div(depth, 16) * kPanel);
@@ -118,8 +123,8 @@ void prepare_weights(const Correlation& c, const CorrelationPlan& p, s64 first, 
     own.chunk = safe_chunk(own.magnitudes, panels, depth);
 }
 
-// All products of a block of tiles over the summed channels begin .. end-1. Six tiles meet all panels before the next six come, which are
-// fetched meanwhile: the panels of one position stay in the first-level cache.
+// All products of a block of tiles over the summed channels begin .. end-1. Six tiles meet all panels before the next six come,
+// which are fetched meanwhile: the panels of one position stay in the first-level cache.
 void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const CorrelationThread& own, const char* inputs, s64 tiles,
                     s64 panels, s64 begin, s64 end) {
     const s64 depth = c.weights.depth, lines = panel_lines(depth), pairs = ceil_div(end - begin, 2);
@@ -159,6 +164,7 @@ void store_tile(const Correlation& c, s64 tile, s64 column, const V (&values)[2]
             } else {
                 store_floats(y, first, columns);
                 store_floats(y + 8, second, columns - 8);
+                _mm_prefetch(reinterpret_cast<const char*>(y + 4 * c.weights.width), _MM_HINT_T0);  // the tile to the right
             }
         }
 }
@@ -179,10 +185,9 @@ void finish_tile(const Correlation& c, s64 tile, s64 column, const s32* products
     if (last) store_tile(c, tile, column, values);
 }
 
-void correlate_block(const Correlation& c, const CorrelationPlan& p, const CorrelationThread& own, const char* inputs, s64 first_tile,
-                     s64 tiles, s64 first_column) {
-    const s64 depth = c.weights.depth, columns = std::min(p.block_width, c.weights.width - first_column);
-    const s64 panels = ceil_div(columns, kPanel);
+void correlate_block(const Correlation& c, const CorrelationPlan& p, const CorrelationThread& own, const char* inputs,
+                     s64 first_tile, s64 tiles, s64 first_column, s64 columns) {
+    const s64 depth = c.weights.depth, panels = ceil_div(columns, kPanel);
     for (s64 begin = 0; begin < depth; begin += own.chunk) {
         const s64 end = std::min(depth, begin + own.chunk);
         multiply_chunk(c, p, own, inputs, tiles, panels, begin, end);
@@ -195,45 +200,66 @@ void correlate_block(const Correlation& c, const CorrelationPlan& p, const Corre
     }
 }
 
-// Tiles first .. first + count - 1. `ahead` holds their transformed inputs, block by block, unless the plan is fused.
-void correlate_batch(const Correlation& c, const CorrelationPlan& p, s64 first, s64 count, const char* ahead, int threads) {
-    const s64 blocks = ceil_div(count, p.block_tiles);
-    parallel_ranges(threads, p.width_blocks * blocks, [&](int, s64 begin, s64 end) {
-        Arena arena;
-        CorrelationThread own{};
-        own.reserve(arena, c, p);
-        arena.begin(scratch<ThreadTag>(static_cast<size_t>(arena.bytes())));
-        own.reserve(arena, c, p);
-        for (s64 item = begin; item < end; ++item) {
-            const s64 column = item / blocks * p.block_width, block = item % blocks;
-            if (item == begin || block == 0) prepare_weights(c, p, column, own);
-            const s64 tile = first + block * p.block_tiles, tiles = std::min(p.block_tiles, first + count - tile);
-            if (p.fused) transform_inputs(c, p, tile, tile + tiles, own.inputs);
-            correlate_block(c, p, own, p.fused ? own.inputs : ahead + block * p.block_bytes(), tile, tiles, column);
+// Tiles first .. first + count - 1 and all result channels of the share.
+void correlate_batch(const Correlation& c, const CorrelationPlan& p, const Share& share, s64 first, s64 count,
+                     CorrelationThread& own) {
+    const auto for_blocks = [&](const auto& body) {
+        for (s64 tile = 0; tile < count; tile += p.block_tiles) {
+            char* inputs = own.inputs + (p.fused ? 0 : tile / p.block_tiles * p.block_bytes());
+            body(first + tile, std::min(p.block_tiles, count - tile), inputs);
         }
-        _mm_sfence();
-    });
+    };
+    if (!p.fused) for_blocks([&](s64 tile, s64 tiles, char* inputs) { transform_inputs(c, p, tile, tile + tiles, inputs); });
+    for (s64 column = share.column_begin; column < share.column_end; column += p.block_width) {
+        const s64 columns = std::min(p.block_width, share.column_end - column);
+        prepare_weights(c, column, columns, own);
+        for_blocks([&](s64 tile, s64 tiles, char* inputs) {
+            if (p.fused) transform_inputs(c, p, tile, tile + tiles, inputs);
+            correlate_block(c, p, own, inputs, tile, tiles, column, columns);
+        });
+    }
+}
+
+void correlate_share(const Correlation& c, const Share& share) {
+    const CorrelationPlan p = plan_correlation(c, share);
+    Arena arena;
+    CorrelationThread own{};
+    own.reserve(arena, c, p);
+    arena.begin(scratch<ThreadTag>(static_cast<size_t>(arena.bytes())));
+    own.reserve(arena, c, p);
+    for (s64 tile = share.tile_begin; tile < share.tile_end; tile += p.batch_tiles)
+        correlate_batch(c, p, share, tile, std::min(p.batch_tiles, share.tile_end - tile), own);
+    _mm_sfence();
+}
+
+// Into how many parts the result channels are split, so that a thread has the least to do; the tiles are split into threads / parts.
+// That threads need not wait for each other has a price: inputs are transformed once per part of the channels, weights once per
+// part of the tiles. Nanoseconds as measured, all per 16 summed channels.
+s64 choose_parts(const Correlation& c, int threads) {
+    constexpr s64 kMultiply = 100, kInput = 60, kWeight = 480;  // per tile and panel, per tile, per panel
+    const s64 panels = ceil_div(c.weights.width, kPanel);
+    s64 best = -1, parts = 1;
+    for (s64 split = 1; split <= std::min<s64>(threads, panels); ++split) {
+        const s64 tiles = ceil_div(c.tiling.count, threads / split), width = ceil_div(panels, split);
+        const s64 cost = tiles * width * kMultiply + tiles * kInput + width * kWeight;
+        if (best >= 0 && cost >= best) continue;
+        best = cost;
+        parts = split;
+    }
+    return parts;
 }
 
 void correlate(Correlation c, int threads) {
     if (c.tiling.count == 0) return;
     const s64 results = c.tiling.count / c.tiling.per_image() * c.height * c.width * c.weights.width;
     c.streaming = results * 4 > kStreamBytes && c.weights.width % kPanel == 0 && reinterpret_cast<uintptr_t>(c.y) % 64 == 0;
-    const CorrelationPlan p = plan_correlation(c, threads);
-    const s64 blocks = ceil_div(p.batch_tiles, p.block_tiles);
-    char* ahead = p.fused ? nullptr : scratch<SharedTag>(static_cast<size_t>(blocks * p.block_bytes()));
-    for (s64 first = 0; first < c.tiling.count; first += p.batch_tiles) {
-        const s64 count = std::min(p.batch_tiles, c.tiling.count - first);
-        if (!p.fused)
-            parallel_ranges(threads, count, [&](int, s64 begin, s64 end) {
-                for (s64 tile = begin, next; tile < end; tile = next) {
-                    const s64 block = tile / p.block_tiles, at = tile % p.block_tiles;
-                    next = std::min(end, (block + 1) * p.block_tiles);
-                    transform_inputs(c, p, first + tile, first + next, ahead + block * p.block_bytes() + at * p.row);
-                }
-            });
-        correlate_batch(c, p, first, count, ahead, threads);
-    }
+    const s64 panels = ceil_div(c.weights.width, kPanel), count = c.tiling.count;
+    const s64 column_parts = choose_parts(c, threads), tile_parts = std::clamp<s64>(threads / column_parts, 1, count);
+    parallel_for(threads, tile_parts * column_parts, [&](s64 item) {
+        const s64 i = item % tile_parts, j = item / tile_parts;
+        correlate_share(c, {count * i / tile_parts, count * (i + 1) / tile_parts, panels * j / column_parts * kPanel,
+                            std::min(c.weights.width, panels * (j + 1) / column_parts * kPanel)});
+    });
 }
 
 }  // namespace

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// grad_weight by Winograd: products of transformed inputs and gradients, summed over up to 128 tiles, then transformed back and added up.
+// grad_weight by Winograd: products of transformed inputs and gradients, summed over up to 128 tiles, then transformed back and
+// added up.
 //
-// A thread takes a part of the tiles and a part of the input channels. It transforms the gradients of a chunk of tiles, then the inputs, 32
-// channels at a time, and multiplies each 16 of them with each 16 of the gradients. Both lie as panels [position][pair of tiles][channel][2].
+// A thread takes a part of the tiles and a part of the input channels. It transforms the gradients of a chunk of tiles, then the
+// inputs, 32 channels at a time, and multiplies each 16 of them with each 16 of the gradients. Both lie as panels
+// [position][pair of tiles][channel][2].
 //
 // For winograd_avx2.cpp only, whose opening comment has the algorithm: AVX2 code in an anonymous namespace.
 #pragma once
@@ -22,12 +24,14 @@ static_assert(chunk_is_safe(16 * kMax * kChunkTiles), "a chunk's sums must survi
 constexpr s64 kPartChunks = kInt32Depth / (16 * kChunkTiles);  // 65 chunks surely add up within int32
 constexpr s64 kGradientPanels = 32;                            // that are held at a time, in the third-level cache
 constexpr s64 kInputPanels = 2;                                // in the second-level cache
+constexpr s64 kStreamedGradient = 1 << 20;                     // bytes of dw
 
 // dw[k, r, s, c] = Σ_{n, h, w} g[n, h, w, k] · x[n, h + r - pad_h, w + s - pad_w, c]
 struct GradWeight {
     Tiling inputs, gradients;
     Factor factor;
     f32* dw;
+    bool streaming;  // past the caches: dw is large and made of whole cache lines
 
     s64 in_channels() const { return inputs.channels; }
     s64 out_channels() const { return gradients.channels; }
@@ -42,8 +46,8 @@ struct GradWeightPlan {
     s64 part_size(s64 out_channels) const { return out_channels * 9 * row; }
 };
 
-// Parts such that the busiest thread has the least to do. Among equals: tiles apart while the sums are small (no work is done twice), else
-// channels apart (no sums to add up).
+// Parts such that the busiest thread has the least to do. Among equals: tiles apart while the sums are small (no work is done
+// twice), else channels apart (no sums to add up).
 GradWeightPlan plan_grad_weight(const GradWeight& g, int threads) {
     GradWeightPlan p{};
     p.row = round_up(g.in_channels(), kPanel);
@@ -56,7 +60,8 @@ GradWeightPlan plan_grad_weight(const GradWeight& g, int threads) {
     for (s64 split = 1; split <= threads; ++split) {
         const s64 channel_parts = std::min(prefer_tiles ? split : threads / split, panels);
         const s64 tile_parts = std::clamp<s64>(threads / channel_parts, least, std::max(least, p.chunks));
-        const s64 cost = ceil_div(tile_parts * channel_parts, threads) * ceil_div(p.chunks, tile_parts) * ceil_div(panels, channel_parts);
+        const s64 rounds = ceil_div(tile_parts * channel_parts, threads);
+        const s64 cost = rounds * ceil_div(p.chunks, tile_parts) * ceil_div(panels, channel_parts);
         if (best >= 0 && cost >= best) continue;
         best = cost;
         p.tile_parts = tile_parts;
@@ -99,42 +104,60 @@ void transform_pairs(const Tiling& t, s64 first, s64 last, s64 begin, s64 end, s
             V values[kPositions];
             transform_tile<Transform>([&](int i) { return widen_swapped(load(even[i] + channel)); },
                                       [&](int position, V v) { values[position] = v; });
-            transform_tile<Transform>([&](int i) { return widen_swapped(load(odd[i] + channel)); },
-                                      [&](int position, V v) { store_pairs(to + position * lines * 2 * kPanel, values[position], v); });
+            const auto emit = [&](int position, V v) { store_pairs(to + position * lines * 2 * kPanel, values[position], v); };
+            transform_tile<Transform>([&](int i) { return widen_swapped(load(odd[i] + channel)); }, emit);
         });
         std::copy(next, next + n * n, even);
         std::copy(next + n * n, next + 2 * n * n, odd);
     }
 }
 
-// Products of 16 x 16 channels to sums, or, when the only part is through, to floats.
-void finish_panel(const GradWeight& g, const GradWeightPlan& p, const s32* products, s64 k, s64 c, s32* sums, bool first, bool done) {
-    const s64 rows = std::min<s64>(kPanel, g.out_channels() - k), columns = g.in_channels() - c;
-    for (s64 i = 0; i < rows; ++i) {
-        alignas(32) f32 factors[kPanel];
-        if (done) read_factors(g.factor, k + i, c, columns, factors);
-        for (int half = 0; half < kPanel; half += 8) {
-            V out[9];
-            grad_weight_2d(products + i * kTile + half, out);
-            for (int tap = 0; tap < 9; ++tap) {
-                V* sum = reinterpret_cast<V*>(sums + ((k + i) * 9 + tap) * p.row + c + half);
-                V v = divide_by_576(out[tap]);
-                if (!first) v = add32(v, *sum);
-                if (done)
-                    store_floats(g.dw + ((k + i) * 9 + tap) * g.in_channels() + c + half,
-                                 _mm256_mul_ps(_mm256_cvtepi32_ps(v), _mm256_load_ps(factors + half)), columns - half);
-                else
-                    *sum = v;
-            }
+// Row k, 9 taps, 16 input channels of dw.
+void store_taps(const GradWeight& g, s64 k, s64 c, const V (&values)[2][9]) {
+    const s64 columns = g.in_channels() - c;
+    alignas(32) f32 factors[kPanel];
+    read_factors(g.factor, k, c, columns, factors);
+    const __m256 low = _mm256_load_ps(factors), high = _mm256_load_ps(factors + 8);
+    for (int tap = 0; tap < 9; ++tap) {
+        f32* to = g.dw + (k * 9 + tap) * g.in_channels() + c;
+        const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(values[0][tap]), low);
+        const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(values[1][tap]), high);
+        if (g.streaming) {
+            _mm256_stream_ps(to, first);
+            _mm256_stream_ps(to + 8, second);
+        } else {
+            store_floats(to, first, columns);
+            store_floats(to + 8, second, columns - 8);
         }
     }
 }
 
-// 16 x 16 channels of a chunk. While it multiplies it fetches the operands of the next position and what finish_panel will add to or
-// overwrite: `result` has 144 rows of a cache line, `stride` bytes apart.
-void multiply_panel(const s16* gradients, const s16* inputs, s64 rows, s64 pairs, s64 lines, s32* products, const char* result, s64 stride) {
+// Products of 16 x 16 channels to sums, or, when the only part is through, to floats.
+void finish_panel(const GradWeight& g, const GradWeightPlan& p, const s32* products, s64 k, s64 c, s32* sums, bool first,
+                  bool done) {
+    const s64 rows = std::min<s64>(kPanel, g.out_channels() - k);
+    for (s64 i = 0; i < rows; ++i) {
+        V values[2][9];
+        for (int half = 0; half < 2; ++half) {
+            grad_weight_2d(products + i * kTile + 8 * half, values[half]);
+            for (int tap = 0; tap < 9; ++tap) {
+                V* sum = reinterpret_cast<V*>(sums + ((k + i) * 9 + tap) * p.row + c) + half;
+                V v = divide_by_576(values[half][tap]);
+                if (!first) v = add32(v, *sum);
+                if (!done) *sum = v;
+                values[half][tap] = v;
+            }
+        }
+        if (done) store_taps(g, k + i, c, values);
+    }
+}
+
+// 16 x 16 channels of a chunk. While it multiplies it fetches the operands of the next position and the sums that finish_panel
+// will add to: 144 rows of a cache line, `stride` bytes apart.
+void multiply_panel(const s16* gradients, const s16* inputs, s64 rows, s64 pairs, s64 lines, s32* products, const char* sums,
+                    s64 stride) {
     for (int position = 0; position < kPositions; ++position, gradients += lines * 2 * kPanel, inputs += lines * 2 * kPanel) {
-        for (int i = 0; i < 4; ++i, result += stride) _mm_prefetch(result, _MM_HINT_T0);
+        for (int i = 0; i < 4; ++i, sums += stride) _mm_prefetch(sums, _MM_HINT_T0);
         const char* a = reinterpret_cast<const char*>(gradients);
         const Ahead ahead[3] = {{reinterpret_cast<const char*>(inputs) + lines * 64, 64}, {a + lines * 64, 64}, {a, 0}};
         for (s64 row = 0; row < rows; row += kRows)
@@ -144,9 +167,10 @@ void multiply_panel(const s16* gradients, const s16* inputs, s64 rows, s64 pairs
 }
 
 // One chunk of tiles, gradient channels k_begin .. k_end-1, input channels c_begin .. c_end-1.
-void grad_weight_chunk(const GradWeight& g, const GradWeightPlan& p, const GradWeightThread& own, s64 chunk, s64 k_begin, s64 k_end,
-                       s64 c_begin, s64 c_end, s32* sums, bool first, bool done) {
-    const s64 tile = chunk * p.chunk_tiles, last = std::min(g.inputs.count, tile + p.chunk_tiles), pairs = ceil_div(last - tile, 2);
+void grad_weight_chunk(const GradWeight& g, const GradWeightPlan& p, const GradWeightThread& own, s64 chunk, s64 k_begin,
+                       s64 k_end, s64 c_begin, s64 c_end, s32* sums, bool first, bool done) {
+    const s64 tile = chunk * p.chunk_tiles, last = std::min(g.inputs.count, tile + p.chunk_tiles);
+    const s64 pairs = ceil_div(last - tile, 2);
     const s64 lines = panel_lines(p.chunk_tiles), size = panel_size(p.chunk_tiles);
     transform_pairs<GradientTransform>(g.gradients, tile, last, k_begin, k_end, p.chunk_tiles, own.gradients);
     for (s64 block = c_begin; block < c_end; block += kInputPanels * kPanel) {
@@ -157,9 +181,9 @@ void grad_weight_chunk(const GradWeight& g, const GradWeightPlan& p, const GradW
                 const s16* a = own.gradients + (k - k_begin) / kPanel * size;
                 const s16* b = own.inputs + (c - block) / kPanel * size;
                 const s64 rows = std::min<s64>(kPanel, k_end - k);
-                const char* result = done ? reinterpret_cast<const char*>(g.dw + k * 9 * g.in_channels() + c)
-                                          : reinterpret_cast<const char*>(sums + k * 9 * p.row + c);
-                multiply_panel(a, b, rows, pairs, lines, own.products, result, 4 * (done ? g.in_channels() : p.row));
+                const bool adds = !(first && done);  // else the sums are never touched
+                multiply_panel(a, b, rows, pairs, lines, own.products, reinterpret_cast<const char*>(sums + k * 9 * p.row + c),
+                               adds ? 4 * p.row : 0);
                 finish_panel(g, p, own.products, k, c, sums, first, done);
             }
     }
@@ -179,6 +203,7 @@ void grad_weight_part(const GradWeight& g, const GradWeightPlan& p, s64 tile_par
         for (s64 chunk = begin; chunk < end; ++chunk)
             grad_weight_chunk(g, p, own, chunk, k, std::min(g.out_channels(), k + block), c_begin, c_end, sums, chunk == begin,
                               p.tile_parts == 1 && chunk + 1 == end);
+    _mm_sfence();
 }
 
 // dw from the sums of all parts, which together may need 64 bits.
@@ -195,7 +220,10 @@ void add_parts(const GradWeight& g, const GradWeightPlan& p, const s32* sums, in
     });
 }
 
-void grad_weight(const GradWeight& g, int threads) {
+void grad_weight(GradWeight g, int threads) {
+    // Nobody reads a gradient of weights before the optimizer does, so it leaves the caches to others.
+    g.streaming = g.out_channels() * 9 * g.in_channels() * 4 > kStreamedGradient && g.in_channels() % kPanel == 0 &&
+                  reinterpret_cast<uintptr_t>(g.dw) % 64 == 0;
     const GradWeightPlan p = plan_grad_weight(g, threads);
     const s64 size = p.part_size(g.out_channels());
     s32* sums = reinterpret_cast<s32*>(scratch<SharedTag>(static_cast<size_t>(p.tile_parts * size) * sizeof(s32)));

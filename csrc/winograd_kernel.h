@@ -11,16 +11,17 @@
 namespace byteback::avx2 {
 namespace {
 
-constexpr int kPositions = 36;                  // of a 6x6 Winograd tile
-constexpr int kPanel = 16;                      // columns that are multiplied at a time
-constexpr int kRows = 6;                        // rows at a time: 12 accumulators, 2 operands and 2 temporaries fill the registers
-constexpr s64 kTile = s64{kPositions} * kPanel; // the products of one row and one panel: [position][column], one cache line each
+constexpr int kPositions = 36;  // of a 6x6 Winograd tile
+constexpr int kPanel = 16;      // columns that are multiplied at a time
+constexpr int kRows = 6;        // rows at a time: 12 accumulators, 2 operands and 2 temporaries fill the registers
+constexpr s64 kTile = s64{kPositions} * kPanel;  // products of one row and one panel: [position][column], a cache line each
 
 using PairAlias = s32 __attribute__((may_alias));
 
 // sums += (a[0] * b[0][j] + a[1] * b[1][j]) for 16 columns j. In assembly because gcc 12 would spill accumulators; both
 // multiplies before both additions is a few percent faster than alternating.
-__attribute__((always_inline)) inline void multiply_row(__m256i& low, __m256i& high, __m256i b_low, __m256i b_high, const char* a) {
+__attribute__((always_inline)) inline void multiply_row(__m256i& low, __m256i& high, __m256i b_low, __m256i b_high,
+                                                        const char* a) {
     __m256i pair, product;
     asm volatile(
         "vbroadcastss %[a], %[pair]\n\t"
@@ -32,16 +33,19 @@ __attribute__((always_inline)) inline void multiply_row(__m256i& low, __m256i& h
         : [b_low] "x"(b_low), [b_high] "x"(b_high), [a] "m"(*reinterpret_cast<const PairAlias*>(a)));
 }
 
-// What a multiply asks the caches for while it runs: with each pair of its depth the line at `at`, which then moves on by `step` bytes.
+// What a multiply asks the caches for while it runs: with each pair of its depth the line at `at`, which then moves on by `step`
+// bytes.
 struct Ahead {
     const char* at;
     s64 step;
 };
 
-// products[i * kTile + j] = Σ_pair a[i, pair] · b[pair, j]. Row i of a begins at a + i * row bytes, its next pair is `step` bytes on, so
-// that rows may lie one after the other (output) or interleaved (grad_weight). b is dense, 64 bytes a pair.
+// products[i * kTile + j] = Σ_pair a[i, pair] · b[pair, j], for at least one pair. Row i of a begins at a + i * row bytes, its next
+// pair is `step` bytes on, so that rows may lie one after the other (output) or interleaved (grad_weight). b is dense, 64 bytes a
+// pair.
 template <int kCount>
-__attribute__((noinline)) void multiply_rows(const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products, Ahead ahead) {
+__attribute__((noinline)) void multiply_rows(const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products,
+                                             Ahead ahead) {
     // Named sums: of an array gcc 12 keeps a copy in memory.
     const __m256i zero = _mm256_setzero_si256();
     __m256i low0 = zero, low1 = zero, low2 = zero, low3 = zero, low4 = zero, low5 = zero;

@@ -43,7 +43,8 @@ inline void stage_panel(const Weights& w, s64 first, s8* staged) {
     if (w.turned) {
         for (s64 d = 0; d < w.depth; ++d)
             for (int t = 0; t < 9; ++t)
-                std::memcpy(staged + d * kStaged + (8 - t) * kPanel, w.data + (d * 9 + t) * w.width + first, static_cast<size_t>(columns));
+                std::memcpy(staged + d * kStaged + (8 - t) * kPanel, w.data + (d * 9 + t) * w.width + first,
+                            static_cast<size_t>(columns));
         return;
     }
     const s64 row = 9 * w.depth;  // bytes from one result channel to the next
@@ -80,7 +81,7 @@ inline void transform_panel(const s8* staged, s64 depth, s16* panel) {
     }
 }
 
-// Σ|w| of each column of a staged panel over blocks of 16 summed channels: sums[block][column], at most 16 * 9 * 127 = 18 288.
+// Σ|w| of each column of a staged panel over blocks of 16 summed channels: sums[block][column] <= 16 * 9 * 127 = 18 288.
 inline void sum_magnitudes(const s8* staged, s64 depth, u16* sums) {
     for (s64 begin = 0; begin < depth; begin += 16, sums += kPanel) {
         V total = _mm256_setzero_si256();
@@ -90,14 +91,16 @@ inline void sum_magnitudes(const s8* staged, s64 depth, u16* sums) {
     }
 }
 
-// Whether the summed channels begin .. end-1 (begin a multiple of 16) may be brought back together, by count or by their weights.
+// Whether the summed channels begin .. end-1 (begin a multiple of 16) may be brought back together: by their number, or by
+// their weights.
 inline bool range_is_safe(const u16* sums, s64 panels, s64 depth, s64 begin, s64 end) {
     if (chunk_is_safe(9 * kMax * (end - begin))) return true;
     const s64 blocks = ceil_div(depth, 16);
     for (s64 panel = 0; panel < panels; ++panel)
         for (s64 column = 0; column < kPanel; ++column) {
             s64 magnitude = 0;
-            for (s64 block = begin / 16; block < ceil_div(end, 16); ++block) magnitude += sums[(panel * blocks + block) * kPanel + column];
+            for (s64 block = begin / 16; block < ceil_div(end, 16); ++block)
+                magnitude += sums[(panel * blocks + block) * kPanel + column];
             if (!chunk_is_safe(magnitude)) return false;
         }
     return true;

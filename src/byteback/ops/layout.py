@@ -30,6 +30,8 @@ def is_channels_last(x: Tensor) -> bool:
 
 def empty_like_product(shape: list[int], *operands: Tensor) -> Tensor:
     """An empty float32 result of a product, in the memory format that PyTorch would give it."""
-    last = any(is_channels_last(operand) for operand in operands)
+    # Of an empty batch PyTorch makes a contiguous result, whatever its layout.
+    empty = any(operand.numel() == 0 for operand in operands)
+    last = not empty and any(is_channels_last(operand) for operand in operands)
     memory_format = _CHANNELS_LAST[len(shape)] if last else torch.contiguous_format
     return torch.empty(shape, dtype=torch.float32, device=operands[0].device, memory_format=memory_format)

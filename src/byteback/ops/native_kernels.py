@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from byteback.ops import layout, native
-from byteback.ops.limits import QMAX, TINY_CLIP, ZERO_SCALE
+from byteback.ops.limits import QMAX, ZERO_SCALE
 from byteback.ops.scale_rule import combine_scales
+from byteback.ops.statistics import is_live
 
 
 def _library() -> Any:
@@ -143,8 +144,7 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tenso
         values.data_ptr(),
         torch.get_num_threads(),
     )
-    live = (clip >= TINY_CLIP) & (clip < math.inf)
-    scale = torch.where(live, clip / QMAX, ZERO_SCALE)
+    scale = torch.where(is_live(clip), clip / QMAX, ZERO_SCALE)
     if dense is not x:
         values = torch.empty_like(x, dtype=torch.int8).copy_(values)
     return values, scale, torch.tensor([saturated, bad]), torch.tensor(peak, dtype=torch.float32)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from byteback.ops import layout, noise, statistics
-from byteback.ops.limits import MAX_FLOAT32_DEPTH, QMAX, TINY_CLIP, ZERO_SCALE
+from byteback.ops.limits import MAX_FLOAT32_DEPTH, QMAX, ZERO_SCALE
 from byteback.ops.scale_rule import combine_scales
 
 _CONV = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
@@ -34,14 +34,14 @@ _nnpack_lock = threading.Lock()
 
 def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """int8 values, their scale, (saturated, non-finite) counts and max|x|; see `byteback.ops.quantize`."""
-    live = (clip >= TINY_CLIP) & (clip < math.inf)  # false for NaN as well
+    live = statistics.is_live(clip)
     safe = torch.where(live, clip, 1.0)
-    y = (x * (QMAX / safe)).clamp(-QMAX, QMAX)
+    y = (x * statistics.inverse_scale(safe)).clamp(-QMAX, QMAX)
     y = y.round() if key is None else torch.floor(y + noise.uniform_like(x, key))
     finite = torch.isfinite(x)
     values = torch.empty_like(x, dtype=torch.int8)
     values.copy_(torch.where(live & ~torch.isnan(x), y, 0.0))
-    scale = torch.where(live, safe / QMAX, ZERO_SCALE)
+    scale = torch.where(live, safe / safe.new_full((), float(QMAX)), ZERO_SCALE)
     saturated = ((x.abs() > clip) & live).sum()
     return values, scale, torch.stack([saturated, (~finite).sum()]), statistics.absmax(x, -1).reshape(())
 

@@ -13,8 +13,6 @@ operators when they are called.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -97,5 +95,5 @@ def combine_scales(product: str, first: Tensor, second: Tensor, groups: int, cha
     if second.numel() == 1 or groups == 1:
         return per_k * second
     # Group j of the weight's rows reads input channels j*C/groups onwards, so each row sees its own group's scales.
-    per_group = second.reshape(groups, -1).repeat_interleave(math.ceil(channels / groups), dim=0)
+    per_group = second.reshape(groups, -1).repeat_interleave(channels // groups, dim=0)
     return per_k * per_group.reshape(channels, -1, *ones)

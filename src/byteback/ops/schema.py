@@ -24,7 +24,9 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     """Registers one operator: `schema` starts with its name."""
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    # Integers have no derivative: whatever an operator returns is a constant, and autograd passes by.
+    _library.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"byteback::{name}", fake, lib=_library)
 
 
@@ -117,6 +119,8 @@ def _conv_checked(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geome
 
 def _conv(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
     size = _conv_checked(x, x_scale, w, w_scale, *geometry)
+    if 0 in x.shape or 0 in w.shape:
+        return layout.empty_like_product(size, x, w).zero_()
     if _natively(x, w):
         return native_kernels.conv_int8(x, x_scale, w, w_scale, size, *geometry)
     return reference.conv_int8(x, x_scale, w, w_scale, *geometry)
@@ -234,7 +238,10 @@ def _check_quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> None:
 
 def _quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_quantize(x, clip, key)
-    return (native_kernels if _natively(x) else reference).quantize(x, clip, key)
+    # The native kernels know clips per tensor, sample and channel; the reference knows all.
+    if _natively(x) and all(size == 1 for size in clip.shape[2:]):
+        return native_kernels.quantize(x, clip, key)
+    return reference.quantize(x, clip, key)
 
 
 def _quantize_fake(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -243,10 +250,20 @@ def _quantize_fake(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor,
     return torch.empty_like(x, dtype=torch.int8), torch.empty_like(clip), counts, x.new_empty(())
 
 
+def _noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
+    for name, tensor in (("seed", seed), ("layer", layer), ("count", count)):
+        if tensor.dtype != torch.int64 or tensor.numel() != 1:
+            raise TypeError(
+                f"noise_key: {name} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}; the key is made of single int64 "
+                "numbers. Pass torch.tensor(number)."
+            )
+    return reference.noise_key(seed, layer, count, rank)
+
+
 define("quantize(Tensor x, Tensor clip, Tensor? key) -> (Tensor, Tensor, Tensor, Tensor)", _quantize, _quantize_fake)
 define(
     "noise_key(Tensor seed, Tensor layer, Tensor count, int rank) -> Tensor",
-    reference.noise_key,
+    _noise_key,
     lambda seed, layer, count, rank: count.new_empty(2, dtype=torch.int64),
 )
 
@@ -255,8 +272,15 @@ def _kept(x: Tensor, axis: int) -> list[int]:
     return [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
 
 
+def _statistics(x: Tensor) -> Any:
+    """The module whose statistics serve x."""
+    return native_kernels if _natively(x) else statistics
+
+
 def _absmax(x: Tensor, axis: int) -> Tensor:
     check_float("absmax", "x", x, least_rank=1)
+    if not -1 <= axis < x.dim():
+        raise ValueError(f"absmax: axis is {axis}, but x has shape {tuple(x.shape)}; give one of its axes, or -1 for all.")
     if x.dim() > 1 and axis < 2 and _natively(x):
         return native_kernels.absmax(x, axis)
     return statistics.absmax(x, axis)
@@ -267,7 +291,7 @@ define("absmax(Tensor x, int axis) -> Tensor", _absmax, lambda x, axis: x.new_em
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_float("moments", "x", x)
-    return (native_kernels if _natively(x) else statistics).moments(x)
+    return _statistics(x).moments(x)
 
 
 def _moments_fake(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,23 +300,73 @@ def _moments_fake(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 define("moments(Tensor x) -> (Tensor, Tensor, Tensor)", _moments, _moments_fake)
+
+
+def _tail_count(x: Tensor, threshold: Tensor) -> Tensor:
+    check_float("tail_count", "x", x)
+    one, each = [1] * x.dim(), _kept(x, 1)
+    if threshold.dtype != torch.float32 or list(threshold.shape) not in (one, each):
+        raise ValueError(
+            f"tail_count: threshold has shape {tuple(threshold.shape)} and dtype {threshold.dtype}, x has shape "
+            f"{tuple(x.shape)}; it must be float32, one for all {tuple(one)} or one per channel {tuple(each)}."
+        )
+    return _statistics(x).tail_count(x, threshold)
+
+
 define(
     "tail_count(Tensor x, Tensor threshold) -> Tensor",
-    lambda x, threshold: (native_kernels if _natively(x) else statistics).tail_count(x, threshold),
+    _tail_count,
     lambda x, threshold: x.new_empty(_kept(x, 1), dtype=torch.int64),
 )
+
+
+def _dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    check_float("dot_terms", "x", x)
+    _check_int8("dot_terms", values=values)
+    fits = scale.dim() == x.dim() and all(s in (1, n) for s, n in zip(scale.shape, x.shape, strict=True))
+    if values.shape != x.shape or scale.dtype != torch.float32 or not fits:
+        raise ValueError(
+            f"dot_terms: x has shape {tuple(x.shape)}, values {tuple(values.shape)}, scale {tuple(scale.shape)} of "
+            f"{scale.dtype}; values must have the shape of x, and scale its rank with ones along shared axes."
+        )
+    # The native kernels know scales per tensor, sample and channel; the reference knows all.
+    native_scale = all(size == 1 for size in scale.shape[2:])
+    return (_statistics(x) if native_scale else statistics).dot_terms(x, values, scale)
+
+
 define(
     "dot_terms(Tensor x, Tensor values, Tensor scale) -> Tensor",
-    lambda x, values, scale: (native_kernels if _natively(x) else statistics).dot_terms(x, values, scale),
+    _dot_terms,
     lambda x, values, scale: x.new_empty(3, dtype=torch.float64),
 )
+
+
+def _check_clips(op: str, x: Tensor, clips: Tensor, rank: int) -> None:
+    check_float(op, "x", x)
+    if clips.dtype != torch.float32 or clips.dim() != rank:
+        raise ValueError(
+            f"{op}: the clip has shape {tuple(clips.shape)} and dtype {clips.dtype}; it must be float32 with {rank} axes, "
+            "since this operator measures clips for the whole tensor. Reshape it."
+        )
+
+
+def _cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
+    _check_clips("cosine_terms", x, clips, 1)
+    return _statistics(x).cosine_terms(x, clips)
+
+
+def _cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
+    _check_clips("cosine_slope_terms", x, clip, 0)
+    return _statistics(x).cosine_slope_terms(x, clip)
+
+
 define(
     "cosine_terms(Tensor x, Tensor clips) -> Tensor",
-    lambda x, clips: (native_kernels if _natively(x) else statistics).cosine_terms(x, clips),
+    _cosine_terms,
     lambda x, clips: x.new_empty(clips.shape[0], 3, dtype=torch.float64),
 )
 define(
     "cosine_slope_terms(Tensor x, Tensor clip) -> Tensor",
-    lambda x, clip: (native_kernels if _natively(x) else statistics).cosine_slope_terms(x, clip),
+    _cosine_slope_terms,
     lambda x, clip: x.new_empty(5, dtype=torch.float64),
 )

@@ -11,6 +11,8 @@ kernel can keep one accumulator per channel. Products of two float32 are exact i
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def _tree_sum(x: Tensor) -> Tensor:
 
 def rows_of(x: Tensor) -> Tensor:
     """(N, C, ...) as (rows, C)."""
-    return x.movedim(1, -1).reshape(-1, x.shape[1])
+    return x.movedim(1, -1).flatten(0, -2)
 
 
 def ordered_sum(rows: Tensor) -> Tensor:
@@ -76,10 +78,20 @@ def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
     return (x.abs() > threshold).sum(dim=dims, keepdim=True) if dims else (x.abs() > threshold).long()
 
 
+def is_live(clip: Tensor) -> Tensor:
+    """Whether a clip counts: not so small that it means zero, not infinite, not NaN."""
+    return (clip >= TINY_CLIP) & (clip < math.inf)
+
+
+def inverse_scale(clip: Tensor) -> Tensor:
+    """127 / clip, rounded once. PyTorch evaluates `127 / tensor` as a reciprocal and a product, which rounds twice."""
+    return clip.new_full((), float(QMAX)) / clip
+
+
 def _nearest(x: Tensor, clip: Tensor) -> Tensor:
     """The integers of round-to-nearest under `clip`, as float32; all 0 where the clip counts as zero."""
-    live = clip >= TINY_CLIP
-    y = x * (QMAX / torch.where(live, clip, 1.0))
+    live = is_live(clip)
+    y = x * inverse_scale(torch.where(live, clip, 1.0))
     return torch.where(live, y.clamp(-QMAX, QMAX).round(), 0.0)
 
 
@@ -111,10 +123,11 @@ def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
     d_i = 127 sign(x_i) where |x_i| > clip, else q_i - y_i with y_i = 127 x_i / clip (spec A5).
     """
     rows = rows_of(x)
-    live = clip >= TINY_CLIP
-    y = rows * (QMAX / torch.where(live, clip, 1.0))
+    live = is_live(clip)
+    y = rows * inverse_scale(torch.where(live, clip, 1.0))
     q = _nearest(rows, clip)
-    slope = torch.where(rows.abs() > clip, QMAX * rows.sign(), q - y).double()
+    slope = torch.where(rows.abs() > clip, QMAX * rows.sign(), q - y)
+    slope = torch.where(live, slope, 0.0).double()
     wide, q = rows.double(), q.double()
     return torch.stack(
         [
