@@ -167,7 +167,7 @@ void planes(const Rows& rows, const f32* x, PerScale threshold, int threads, s64
     });
 }
 
-// totals[c] for every channel, the threads' shares joined. Rows must be channels last or planes.
+// The total of channel c at [c], what lies behind is of no use. Rows must be channels last or planes.
 template <class Op>
 std::vector<s64> per_channel(const Rows& rows, const f32* x, PerScale threshold, int threads) {
     threads = useful_threads(threads, rows.count() * rows.channels);
@@ -178,7 +178,6 @@ std::vector<s64> per_channel(const Rows& rows, const f32* x, PerScale threshold,
         s64& total = totals[i % rows.channels];
         total = Op::join(total, totals[i]);
     }
-    totals.resize(rows.channels);
     return totals;
 }
 

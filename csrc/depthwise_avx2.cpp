@@ -351,7 +351,8 @@ class StencilRun {
 public:
     StencilRun(const Images& im, const s8* source, const s16* weights, Factor factor, f32* destination)
         : im_(im), span_(stencil_span<S>(im)), source_(source), weights_(weights), factor_(factor), destination_(destination),
-          tiles_(ceil_div(im.to[1], Columns::kOuts)), streaming_(streams(im, destination)), memory_(scratch<ThreadScratch>(static_cast<size_t>(bytes()))),
+          tiles_(ceil_div(im.to[1], Columns::kOuts)), streaming_(streams(im, destination)),
+          memory_(scratch<ThreadScratch>(static_cast<size_t>(bytes()))),
           ring_(span_, memory_.take<s16>(PairRing<S>::kSlots * span_.size())),
           factors_(memory_.take<f32>(round_up(im.channels, 16))), spare_(memory_.take<f32>(spare_size())) {}
 
@@ -496,6 +497,10 @@ bool is_stencil(const ConvShape& s) {
     const bool square = s.kernel[2] == k && s.stride[2] == stride && s.dilation[1] == 1 && s.dilation[2] == 1;
     const bool narrow = s.in[2] + s.out[2] < 1 << 16;  // row pairs are scratch memory: keep it small
     return planes && square && narrow && (k == 3 || k == 5 || k == 7) && (stride == 1 || stride == 2);
+}
+
+Images planes_of(const ConvShape& s, const s64 (&from)[3], const s64 (&to)[3]) {
+    return {s.batch * s.in[0], s.in[0], s.in_channels, {from[1], from[2]}, {to[1], to[2]}, {s.padding[1], s.padding[2]}};
 }
 
 template <int K>
@@ -758,7 +763,8 @@ private:
                           (columns - 1) * s_.stride[2] + (s_.kernel[2] - 1) * s_.dilation[2] + 1};
         const s8* g = g_ + (out_plane * s_.out[1] + row) * s_.out[2] * C;
         const s8* g_below = row + 1 < s_.out[1] ? g + s_.out[2] * C : nullptr;
-        for (s64 r = 0; r < s_.kernel[1]; ++r) find_x_pair(r, {in_plane, row * s_.stride[1] - s_.padding[1] + r * s_.dilation[1], piece});
+        for (s64 r = 0; r < s_.kernel[1]; ++r)
+            find_x_pair(r, {in_plane, row * s_.stride[1] - s_.padding[1] + r * s_.dilation[1], piece});
         for (s64 block = 0; block < plan_.blocks; block += kTileBlocks) {
             const s64 last = std::min(block + kTileBlocks, plan_.blocks);
             pack_pair(g_span, g, g_below, block, last, g_pair_);
@@ -817,18 +823,26 @@ private:
     std::vector<Tap> tap_rows_;   // of the unit at work
 };
 
-// dw from the sums of all threads.
-template <class Sum>
-void write_grad_weight(const ConvShape& s, const std::vector<const Sum*>& parts, Factor factor, f32* dw) {
+// The sums of one thread. A type of this file, so that std::vector's code for it stays in this file too.
+struct Part {
+    s32* sums;
+    s64* deep;  // null where int32 is enough for all threads together
+    bool used;
+};
+
+s64 total(const std::vector<Part>& parts, s64 at) {
+    s64 sum = 0;
+    for (const Part& part : parts)
+        if (part.used) sum += part.deep ? part.deep[at] : part.sums[at];
+    return sum;
+}
+
+void write_grad_weight(const ConvShape& s, const std::vector<Part>& parts, Factor factor, f32* dw) {
     const s64 taps = s.taps();
     for (s64 c = 0; c < s.in_channels; ++c) {
         const f32 scale = factor.at(c, 0);
         const s64 from = c / kBlock * taps * kBlock + c % kBlock;
-        for (s64 t = 0; t < taps; ++t) {
-            Sum sum = 0;
-            for (const Sum* part : parts) sum += part[from + t * kBlock];
-            dw[c * taps + t] = static_cast<f32>(sum) * scale;
-        }
+        for (s64 t = 0; t < taps; ++t) dw[c * taps + t] = static_cast<f32>(total(parts, from + t * kBlock)) * scale;
     }
 }
 
@@ -841,7 +855,7 @@ bool depthwise_fits(const ConvShape& s) {
 void depthwise_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
     if (s.batch * s.out_pixels() * s.in_channels == 0) return;
     if (!is_stencil(s)) return tap_route(tap_product(s, false), s.batch, x, w, factor, y, threads);
-    const Images im{s.batch * s.in[0], s.in[0], s.in_channels, {s.in[1], s.in[2]}, {s.out[1], s.out[2]}, {s.padding[1], s.padding[2]}};
+    const Images im = planes_of(s, s.in, s.out);
     if (s.kernel[1] == 3) stencil_output<3>(s, im, x, w, factor, y, threads);
     if (s.kernel[1] == 5) stencil_output<5>(s, im, x, w, factor, y, threads);
     if (s.kernel[1] == 7) stencil_output<7>(s, im, x, w, factor, y, threads);
@@ -850,7 +864,7 @@ void depthwise_output(const ConvShape& s, const s8* x, const s8* w, Factor facto
 void depthwise_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
     if (s.batch * s.in_pixels() * s.in_channels == 0) return;
     if (!is_stencil(s)) return tap_route(tap_product(s, true), s.batch, g, w, factor, dx, threads);
-    const Images im{s.batch * s.in[0], s.in[0], s.in_channels, {s.out[1], s.out[2]}, {s.in[1], s.in[2]}, {s.padding[1], s.padding[2]}};
+    const Images im = planes_of(s, s.out, s.in);
     if (s.kernel[1] == 3) stencil_grad_input<3>(s, im, g, w, factor, dx, threads);
     if (s.kernel[1] == 5) stencil_grad_input<5>(s, im, g, w, factor, dx, threads);
     if (s.kernel[1] == 7) stencil_grad_input<7>(s, im, g, w, factor, dx, threads);
@@ -859,30 +873,20 @@ void depthwise_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor f
 void depthwise_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {
     const GradWeightPlan plan(s);
     const bool deep = s.batch * s.out_pixels() > kInt32Depth;
-    const s64 parts = std::max<s64>(1, std::min<s64>(threads, plan.units));
+    const s64 count = std::max<s64>(1, std::min<s64>(threads, plan.units));
     const s64 sum_bytes = Carver::bytes<s32>(plan.sums()), deep_bytes = deep ? Carver::bytes<s64>(plan.sums()) : 0;
-    Carver memory(scratch<SharedScratch>(static_cast<size_t>(parts * (sum_bytes + deep_bytes))));
-    std::vector<s32*> sums;
-    std::vector<s64*> deep_sums;
-    for (s64 i = 0; i < parts; ++i) {
-        sums.push_back(memory.take<s32>(plan.sums()));
-        deep_sums.push_back(deep ? memory.take<s64>(plan.sums()) : nullptr);
+    Carver memory(scratch<SharedScratch>(static_cast<size_t>(count * (sum_bytes + deep_bytes))));
+    std::vector<Part> parts;
+    for (s64 i = 0; i < count; ++i) {
+        s32* sums = memory.take<s32>(plan.sums());
+        parts.push_back({sums, deep ? memory.take<s64>(plan.sums()) : nullptr, false});
     }
-    std::vector<char> used(static_cast<size_t>(parts), 0);
     parallel_ranges(threads, plan.units, [&](int thread, s64 begin, s64 end) {
-        const size_t i = static_cast<size_t>(thread);
-        used[i] = 1;
-        GradWeightRun(s, plan, g, x, sums[i], deep_sums[i]).units(begin, end);
+        Part& part = parts[static_cast<size_t>(thread)];
+        part.used = true;
+        GradWeightRun(s, plan, g, x, part.sums, part.deep).units(begin, end);
     });
-    std::vector<const s32*> shallow;
-    std::vector<const s64*> wide;
-    for (size_t i = 0; i < used.size(); ++i) {
-        if (!used[i]) continue;
-        if (deep) wide.push_back(deep_sums[i]);
-        else shallow.push_back(sums[i]);
-    }
-    if (deep) write_grad_weight(s, wide, factor, dw);
-    else write_grad_weight(s, shallow, factor, dw);
+    write_grad_weight(s, parts, factor, dw);
 }
 
 }  // namespace byteback::avx2

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What quantize and the statistics share: the meaning of a clip, and how rows of channels are cut into units of work.
 //
-// Everything is static: each path compiles its own copy, or the linker could hand AVX2 code to a machine without it.
+// In an anonymous namespace: each path compiles its own copy, or the linker could hand AVX2 code to a machine without it.
 #pragma once
 
 #include <limits>
@@ -10,23 +10,25 @@
 
 namespace byteback {
 
+namespace {
+
 constexpr s64 kSmallWork = 1 << 14;  // elements below which a second thread costs more than it saves
 constexpr s64 kUnitWork = 1 << 13;   // elements of a unit of work, roughly
 constexpr s64 kPeriod = 1 << 10;     // elements of the rows that are taken together
 constexpr s64 kTile = 1 << 11;       // channels of a tile
 
 // False for NaN as well.
-static inline bool is_live(f32 clip) { return clip >= kTinyClip && clip < std::numeric_limits<f32>::infinity(); }
+inline bool is_live(f32 clip) { return clip >= kTinyClip && clip < std::numeric_limits<f32>::infinity(); }
 
-static inline f32 inverse_scale(f32 clip) { return static_cast<f32>(kMax) / (is_live(clip) ? clip : 1.0f); }
+inline f32 inverse_scale(f32 clip) { return static_cast<f32>(kMax) / (is_live(clip) ? clip : 1.0f); }
 
-static inline int useful_threads(int threads, s64 elements) {
+inline int useful_threads(int threads, s64 elements) {
     const s64 useful = 1 + elements / kSmallWork;
     return static_cast<int>(useful < threads ? useful : threads);
 }
 
 // The same rows with as few outer blocks as possible. Not for what varies along `outer`.
-static inline Rows merged(Rows rows) {
+inline Rows merged(Rows rows) {
     if (rows.channels == 1) rows.channel_stride = 1;
     if (rows.inner == 1) rows.inner_stride = rows.outer_stride;
     if (rows.outer == 1 || rows.outer_stride == rows.inner * rows.inner_stride) {
@@ -36,7 +38,7 @@ static inline Rows merged(Rows rows) {
     return rows;
 }
 
-static inline s64 greatest_divisor(s64 a, s64 b) { return b ? greatest_divisor(b, a % b) : a; }
+inline s64 greatest_divisor(s64 a, s64 b) { return b ? greatest_divisor(b, a % b) : a; }
 
 // Channels-last rows as units of work: (tile of channels) x (outer block) x (chunk of rows), in this order.
 // Where whole rows lie one behind the other, `together` rows count as one long row of about kPeriod elements. So a narrow
@@ -72,5 +74,7 @@ struct Cut {
         return {t * tile, channels < tile ? channels : tile, o, k * chunk, last < rows.inner ? last : rows.inner};
     }
 };
+
+}  // namespace
 
 }  // namespace byteback

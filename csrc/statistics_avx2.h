@@ -155,8 +155,8 @@ void pack(const T* from, s64 row_stride, s64 channel_stride, s64 rows, s64 width
 inline f64 tree(const f64* values, s64 count) {
     s64 padded = 1;
     while (padded < count) padded *= 2;
-    std::vector<f64> sums(values, values + count);
-    sums.resize(padded, 0.0);
+    std::vector<f64> sums(padded, 0.0);
+    std::memcpy(sums.data(), values, count * sizeof(f64));
     for (s64 half = padded / 2; half > 0; half /= 2)
         for (s64 i = 0; i < half; ++i) sums[i] += sums[i + half];
     return sums[0];
@@ -306,7 +306,8 @@ private:
 
 inline void add_to(f64& all, f64 part) { all += part; }
 
-// The contract's sums as [sum][channel]. aside: what needs no order, collected by each thread and then joined.
+// The contract's sums as [sum][channel], at the front of the result (cutting it would instantiate std::vector::resize, which
+// the linker could share with the generic path). aside: what needs no order, collected by each thread and then joined.
 template <class Statistic, class Aside, class Join>
 std::vector<f64> ordered_sums(const Source& source, const Statistic& statistic, int threads, std::vector<Aside>& aside, Join join) {
     const s64 width = statistic.sums() * source.rows.channels;
@@ -325,7 +326,6 @@ std::vector<f64> ordered_sums(const Source& source, const Statistic& statistic, 
         for (size_t i = 0; i < aside.size(); ++i) join(aside[i], asides[thread * share + i]);
     for (s64 half = forest.residues / 2; half > 0; half /= 2)
         add_vector(totals.data(), totals.data() + half * width, half * width);
-    totals.resize(width);
     return totals;
 }
 

@@ -13,10 +13,10 @@
 //          0  2 -1 -2  1  0          1/24 -1/12   1/6           0  1 -1  8 -8  1
 //          0  4  0 -5  0  1             0     0     1
 //
-// G has fractions, but 24·G = D·G' with D = diag(6, -4, -4, 1, 1, 24) and a G' of whole numbers (its rows are 1 0 0, 1 1 1, 1 -1 1,
-// 1 2 4, 1 -2 4, 0 0 1). D = E·F with E = diag(6, -4, -4, 1, 1, 6) and F = diag(1, 1, 1, 1, 1, 4): E goes with the weights, F with
-// the way back, so that all weights fit 16 bits. The result is 24² = 576 times y. The weights' gradient, from patches d of the
-// input and 4x4 tiles g of the output's gradient, is
+// G has fractions, but 24·G = D·G' with D = diag(6, -4, -4, 1, 1, 24) and a G' of whole numbers, whose rows are
+// (1 0 0), (1 1 1), (1 -1 1), (1 2 4), (1 -2 4), (0 0 1). D = E·F with E = diag(6, -4, -4, 1, 1, 6) and F = diag(1, 1, 1, 1, 1, 4): E goes with the
+// weights, F with the way back, so that all weights fit 16 bits. The result is 24² = 576 times y. The weights' gradient, from
+// patches d of the input and 4x4 tiles g of the output's gradient, is
 //
 //     576 dw = G'ᵀ D [ Σ_tiles (Bᵀ d B) ⊙ (A g Aᵀ) ] D G'
 //
@@ -28,13 +28,13 @@
 //     E G' g G'ᵀ E     12² · 127 = 18 288        all fit int16, and vpmaddwd cannot overflow
 //     A g Aᵀ           15² · 127 = 28 575
 //
-// Sums of products run modulo 2^32, and so does the way back, which only adds and shifts: the outcome is 576·y mod 2^32. 9 is odd
-// and has an inverse modulo 2^32, 954 437 177; multiplied by it the outcome is 64·y mod 2^32. Where |y| < 2^25 that is 64·y itself,
-// and a shift by 6 gives y, exactly. chunk_is_safe (winograd_transform.h) is this condition: longer sums are brought back in
-// chunks that meet it, and added up as integers.
+// Sums of products run modulo 2^32, and so does the way back, which only adds and shifts: the outcome is 576·y mod 2^32. 9 is
+// odd and has an inverse modulo 2^32, 954 437 177; multiplied by it the outcome is 64·y mod 2^32. Where |y| < 2^25 that is 64·y
+// itself, and a shift by 6 gives y, exactly. chunk_is_safe (winograd_transform.h) is this condition: longer sums are brought
+// back in chunks that meet it, and added up as integers.
 //
-// winograd_kernel.h multiplies, winograd_transform.h and winograd_weights.h transform, winograd_correlate.h (output, grad_input) and
-// winograd_grad_weight.h say what is done when, and where it stays meanwhile.
+// winograd_kernel.h multiplies, winograd_transform.h and winograd_weights.h transform, winograd_correlate.h (output,
+// grad_input) and winograd_grad_weight.h say what is done when, and where it stays meanwhile.
 #include <algorithm>
 #include <vector>
 

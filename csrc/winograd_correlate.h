@@ -232,9 +232,9 @@ void correlate_share(const Correlation& c, const Share& share) {
     _mm_sfence();
 }
 
-// Into how many parts the result channels are split, so that a thread has the least to do; the tiles are split into threads / parts.
-// That threads need not wait for each other has a price: inputs are transformed once per part of the channels, weights once per
-// part of the tiles. Nanoseconds as measured, all per 16 summed channels.
+// Into how many parts the result channels are split, so that a thread has the least to do; the tiles are split into threads /
+// parts. That threads need not wait for each other has a price: inputs are transformed once per part of the channels, weights
+// once per part of the tiles. Nanoseconds as measured, all per 16 summed channels.
 s64 choose_parts(const Correlation& c, int threads) {
     constexpr s64 kMultiply = 100, kInput = 60, kWeight = 480;  // per tile and panel, per tile, per panel
     const s64 panels = ceil_div(c.weights.width, kPanel);

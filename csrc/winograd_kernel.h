@@ -33,16 +33,16 @@ __attribute__((always_inline)) inline void multiply_row(__m256i& low, __m256i& h
         : [b_low] "x"(b_low), [b_high] "x"(b_high), [a] "m"(*reinterpret_cast<const PairAlias*>(a)));
 }
 
-// What a multiply asks the caches for while it runs: with each pair of its depth the line at `at`, which then moves on by `step`
-// bytes.
+// What a multiply asks the caches for while it runs: with each pair of its depth the line at `at`, which then moves on by
+// `step` bytes.
 struct Ahead {
     const char* at;
     s64 step;
 };
 
-// products[i * kTile + j] = Σ_pair a[i, pair] · b[pair, j], for at least one pair. Row i of a begins at a + i * row bytes, its next
-// pair is `step` bytes on, so that rows may lie one after the other (output) or interleaved (grad_weight). b is dense, 64 bytes a
-// pair.
+// products[i * kTile + j] = Σ_pair a[i, pair] · b[pair, j], for at least one pair. Row i of a begins at a + i * row bytes, its
+// next pair is `step` bytes on, so that rows may lie one after the other (output) or interleaved (grad_weight). b is dense, 64
+// bytes a pair.
 template <int kCount>
 __attribute__((noinline)) void multiply_rows(const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products,
                                              Ahead ahead) {

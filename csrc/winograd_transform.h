@@ -126,23 +126,35 @@ struct LoadWhole {
 };
 
 // The last channels of a pixel, fewer than 16, the rest zero. Nothing past them is read: where the pixel has 16 channels the
-// load ends with the last one and is shifted into place, else the few bytes are copied.
+// load ends with the last one, else two loads of 8, 4, 2 or 1 bytes overlap; a shuffle puts the bytes in place.
 class LoadTail {
 public:
-    LoadTail(s64 channels, s64 count) : count_(count), back_(channels >= 16 ? 16 - count : 0) {
+    LoadTail(s64 channels, s64 count) : back_(channels >= 16 ? 16 - count : 0), piece_(8) {
+        while (piece_ > count) piece_ /= 2;
+        second_ = count - piece_;
         alignas(16) s8 index[16];
-        for (int i = 0; i < 16; ++i) index[i] = static_cast<s8>(i < count ? i + back_ : -1);
+        for (s64 i = 0; i < 16; ++i) index[i] = static_cast<s8>(back_ ? i + back_ : i < piece_ ? i : i - second_ + 8);
+        for (s64 i = count; i < 16; ++i) index[i] = -1;
         index_ = _mm_load_si128(reinterpret_cast<const __m128i*>(index));
     }
     __m128i operator()(const s8* p) const {
-        if (back_) return _mm_shuffle_epi8(LoadWhole()(p - back_), index_);
-        alignas(16) s8 bytes[16] = {};
-        for (s64 i = 0; i < count_; ++i) bytes[i] = p[i];
-        return _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
+        const __m128i bytes = back_ ? LoadWhole()(p - back_) : _mm_set_epi64x(read(p + second_), read(p));
+        return _mm_shuffle_epi8(bytes, index_);
     }
 
 private:
-    s64 count_, back_;
+    s64 read(const s8* p) const {
+        s64 bytes = 0;
+        switch (piece_) {
+            case 8: std::memcpy(&bytes, p, 8); break;
+            case 4: std::memcpy(&bytes, p, 4); break;
+            case 2: std::memcpy(&bytes, p, 2); break;
+            default: std::memcpy(&bytes, p, 1);
+        }
+        return bytes;
+    }
+
+    s64 back_, piece_, second_;
     __m128i index_;
 };
 

@@ -2,15 +2,12 @@
 """Ten losses: ten training steps of a small ResNet, on every path, compared with ==.
 
 All runs compute live in one process at equal thread counts, so torch's own float operations are the same; what could differ
-is ours. A path that this machine can run is added to `PATHS` and to nothing else: each of its runs is compared with the
-first run of the reference.
+is ours. Every path that this machine can run is compared with the first run of the reference.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -18,10 +15,10 @@ import torch.nn.functional as F
 
 import byteback
 from byteback import models
+from byteback.ops import native
 
 RECIPES = ["plain-int8", "unified-int8", "distribution-adaptive-int8"]
-# name → a context in which that path computes. The reference is what runs without any choice.
-PATHS: dict[str, Callable[[], AbstractContextManager[object]]] = {"reference": nullcontext}
+PATHS = native.available()
 STEPS = 10
 
 
@@ -34,7 +31,7 @@ def ten_losses(slug: str | None, path: str = "reference", seed: int = 3) -> list
         byteback.prepare(model, slug)
         byteback.scale_learning_rates(optimizer, model)
     losses = []
-    with PATHS[path]():
+    with byteback.path(path):
         for step in range(STEPS):
             draw = torch.Generator().manual_seed(step)
             labels = torch.randint(10, (16,), generator=draw)
