@@ -19,8 +19,8 @@ namespace byteback::avx2 {
 namespace {
 
 constexpr s64 kColumns = 16;          // of a block of C
-constexpr s64 kDepthBlock = 512;      // values of A and B per row that stay in the first-level cache
 constexpr s64 kBlockBytes = 400'000;  // of A and C that stay in the second-level cache
+constexpr s64 kStreamBytes = 16 << 20;  // results larger than this bypass the caches
 
 struct Product {
     Gather from;
@@ -46,11 +46,11 @@ struct DepthBlock {
     std::vector<Segment> segments;
 };
 
-// Cuts the depth (taps x padded channels) into blocks of about kDepthBlock.
-std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded) {
+// Cuts the depth (taps x padded channels) into blocks of at most about `most`.
+std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded, s64 most) {
     std::vector<DepthBlock> blocks;
-    if (padded <= kDepthBlock) {
-        const s64 count = ceil_div(taps * padded, kDepthBlock), each = ceil_div(taps, count);
+    if (padded <= most) {
+        const s64 count = ceil_div(taps * padded, most), each = ceil_div(taps, count);
         for (s64 first = 0; first < taps; first += each) {
             const s64 last = std::min(taps, first + each);
             DepthBlock block{first * padded, (last - first) * padded, {}};
@@ -59,7 +59,7 @@ std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded) {
         }
         return blocks;
     }
-    const s64 each = round_up(ceil_div(padded, ceil_div(padded, kDepthBlock)), 16);
+    const s64 each = round_up(ceil_div(padded, ceil_div(padded, most)), 16);
     for (s64 t = 0; t < taps; ++t)
         for (s64 c = 0; c < padded; c += each) {
             const s64 length = std::min(each, padded - c);
@@ -117,7 +117,7 @@ public:
     Runner(const Product& product, const std::vector<char>& packed, s64 padded)
         : p(product),
           weights(packed.data()),
-          blocks(depth_blocks(static_cast<s64>(p.taps.size()), p.depth, padded)),
+          blocks(depth_blocks(static_cast<s64>(p.taps.size()), p.depth, padded, Micro::kDepth)),
           length(static_cast<s64>(p.taps.size()) * padded),
           rows(p.batch * p.grid_pixels()),
           padded_columns(round_up(p.columns, kColumns)) {
@@ -126,15 +126,49 @@ public:
     }
 
     void run(int threads) {
+        // One depth block and full panels: the sums are final when they leave the registers.
+        const bool direct = blocks.size() == 1 && p.columns % kColumns == 0 && p.factor.row == 0;
+        const s64 c_bytes = direct ? 0 : padded_columns * 4;
         // Every block ends in the second-level cache, and every thread gets as many blocks as the others.
         s64 each = Micro::kRows * 16;
-        while (each > Micro::kRows * 4 && each * (widest * Micro::kBytes + padded_columns * 4) > kBlockBytes) each -= Micro::kRows;
+        while (each > Micro::kRows * 4 && each * (widest * Micro::kBytes + c_bytes) > kBlockBytes) each -= Micro::kRows;
         const s64 count = round_up(ceil_div(rows, each), threads);
         each = round_up(ceil_div(rows, count), Micro::kRows);
-        parallel_for(threads, ceil_div(rows, each), [&](s64 i) { run_block(i * each, std::min(each, rows - i * each)); });
+        parallel_for(threads, ceil_div(rows, each), [&](s64 i) {
+            const s64 first = i * each, n = std::min(each, rows - first);
+            if (direct)
+                run_direct(first, n);
+            else
+                run_block(first, n);
+        });
     }
 
 private:
+    void run_direct(s64 first, s64 count) {
+        char* A = scratch<BlockScratch>(static_cast<size_t>(round_up(count, Micro::kRows) * stride + 64));
+        gather(blocks[0], first, count, A);
+        std::vector<f32*> to(static_cast<size_t>(count));
+        bool aligned = rows * p.columns * 4 > kStreamBytes;
+        Pixel pixel = pixel_of(first, p.grid);
+        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
+            to[static_cast<size_t>(i)] = result_of(p, pixel);
+            aligned = aligned && reinterpret_cast<uintptr_t>(to[static_cast<size_t>(i)]) % 64 == 0;
+        }
+        const s64 steps = blocks[0].length / Micro::kUnit;
+        const f32* factors = p.factor.values + p.result_begin * p.factor.column;
+        alignas(64) s32 sums[Micro::kRows * kColumns];
+        for (s64 j = 0; j < p.columns; j += kColumns) {
+            const char* B = weights + j * length * Micro::kBytes;
+            const __m256 low = p.factor.column ? _mm256_loadu_ps(factors + j) : _mm256_set1_ps(*factors);
+            const __m256 high = p.factor.column ? _mm256_loadu_ps(factors + j + 8) : low;
+            for (s64 i = 0; i < count; i += Micro::kRows) {
+                multiply_block<Micro>(A + i * stride, stride, 4, B, steps, sums, kColumns, false);
+                write_floats(sums, std::min<s64>(Micro::kRows, count - i), to.data() + i, j, low, high, aligned);
+            }
+        }
+        if (aligned) _mm_sfence();
+    }
+
     void run_block(s64 first, s64 count) {
         const s64 padded_rows = round_up(count, Micro::kRows);
         const s64 a_bytes = padded_rows * stride + 64;  // stride is a multiple of 64
@@ -175,8 +209,8 @@ private:
         for (s64 j = 0; j < padded_columns; j += kColumns) {
             const char* B = weights + (j * length + block.start * kColumns) * Micro::kBytes;
             for (s64 i = 0; i < padded_rows; i += Micro::kRows)
-                Micro::template multiply<false>(A + i * stride, stride, B, C + i * padded_columns + j, padded_columns,
-                                                block.length / Micro::kUnit, accumulate);
+                multiply_block<Micro>(A + i * stride, stride, 4, B, block.length / Micro::kUnit,
+                                      C + i * padded_columns + j, padded_columns, accumulate);
         }
     }
 

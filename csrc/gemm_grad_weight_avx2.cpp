@@ -148,8 +148,8 @@ private:
     void multiply(const char* A, s64 stride, const char* B, s64 depth, s64 height, s32* to, bool accumulate) const {
         for (s64 j = 0; j < columns; j += kColumns)
             for (s64 i = 0; i < height; i += Micro::kRows)
-                Micro::template multiply<true>(A + i * 4, stride, B + j * depth * Micro::kBytes, to + i * columns + j, columns,
-                                               depth / Micro::kUnit, accumulate);
+                multiply_block<Micro>(A + i * 4, 4, stride, B + j * depth * Micro::kBytes, depth / Micro::kUnit,
+                                      to + i * columns + j, columns, accumulate);
     }
 
     const ConvShape& s;

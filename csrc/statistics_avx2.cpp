@@ -203,6 +203,7 @@ struct Dot {
 void moments(const Rows& given, const f32* x, f32* peak, f64* sum, f64* squares, int threads) {
     const Source source{merged(given), x, nullptr, {nullptr, 0, 0}};
     const s64 C = source.rows.channels;
+    if (C == 0) return;
     std::vector<s32> peaks(round_up(C, 8), 0);
     const auto join = [](s32& all, s32 part) { all = part > all ? part : all; };
     const auto totals = ordered_sums(source, Moments{}, threads, peaks, join);

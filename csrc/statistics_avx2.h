@@ -156,7 +156,7 @@ inline f64 tree(const f64* values, s64 count) {
     s64 padded = 1;
     while (padded < count) padded *= 2;
     std::vector<f64> sums(padded, 0.0);
-    std::memcpy(sums.data(), values, count * sizeof(f64));
+    for (s64 i = 0; i < count; ++i) sums[i] = values[i];
     for (s64 half = padded / 2; half > 0; half /= 2)
         for (s64 i = 0; i < half; ++i) sums[i] += sums[i + half];
     return sums[0];
@@ -309,7 +309,8 @@ inline void add_to(f64& all, f64 part) { all += part; }
 // The contract's sums as [sum][channel], at the front of the result (cutting it would instantiate std::vector::resize, which
 // the linker could share with the generic path). aside: what needs no order, collected by each thread and then joined.
 template <class Statistic, class Aside, class Join>
-std::vector<f64> ordered_sums(const Source& source, const Statistic& statistic, int threads, std::vector<Aside>& aside, Join join) {
+std::vector<f64> ordered_sums(const Source& source, const Statistic& statistic, int threads, std::vector<Aside>& aside,
+                              Join join) {
     const s64 width = statistic.sums() * source.rows.channels;
     if (source.rows.count() * source.rows.channels == 0) return std::vector<f64>(width, 0.0);
     const Forest forest(source.rows);

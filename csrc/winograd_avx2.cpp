@@ -14,9 +14,9 @@
 //          0  4  0 -5  0  1             0     0     1
 //
 // G has fractions, but 24·G = D·G' with D = diag(6, -4, -4, 1, 1, 24) and a G' of whole numbers, whose rows are
-// (1 0 0), (1 1 1), (1 -1 1), (1 2 4), (1 -2 4), (0 0 1). D = E·F with E = diag(6, -4, -4, 1, 1, 6) and F = diag(1, 1, 1, 1, 1, 4): E goes with the
-// weights, F with the way back, so that all weights fit 16 bits. The result is 24² = 576 times y. The weights' gradient, from
-// patches d of the input and 4x4 tiles g of the output's gradient, is
+// (1 0 0), (1 1 1), (1 -1 1), (1 2 4), (1 -2 4), (0 0 1). D = E·F with E = diag(6, -4, -4, 1, 1, 6) and
+// F = diag(1, 1, 1, 1, 1, 4): E goes with the weights, F with the way back, so that all weights fit 16 bits. The result is
+// 24² = 576 times y. The weights' gradient, from patches d of the input and 4x4 tiles g of the output's gradient, is
 //
 //     576 dw = G'ᵀ D [ Σ_tiles (Bᵀ d B) ⊙ (A g Aᵀ) ] D G'
 //
