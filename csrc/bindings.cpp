@@ -14,6 +14,7 @@
 #include "conv.h"
 #include "generic.h"
 #include "plan.h"
+#include "rows.h"
 #ifdef BYTEBACK_AVX2
 #include "avx2.h"
 #endif
@@ -64,13 +65,19 @@ std::tuple<std::string, std::string> explain(int path, int kind, const ShapeNumb
 #define BYTEBACK_CALL(name, ...) ((void)path, generic::name(__VA_ARGS__))
 #endif
 
-std::tuple<s64, s64, f64> quantize(int path, const RowNumbers& rows, Address x, Address clip, s64 clip_outer, s64 clip_channel,
-                                   bool stochastic, u32 k0, u32 k1, Address q, int threads) {
+// key: two int64 words, or 0 for rounding to nearest. counts: (saturated, non-finite).
+void quantize(int path, const RowNumbers& rows, Address x, Address clip, s64 clip_outer, s64 clip_channel, s64 clip_count,
+              Address key, Address q, Address scale, Address counts, Address peak, int threads) {
     nb::gil_scoped_release unlocked;
     const PerScale clips{at<const f32>(clip), clip_outer, clip_channel};
-    const Noise noise{stochastic, k0, k1};
+    const s64* words = at<const s64>(key);
+    const Noise noise{key != 0, key ? static_cast<u32>(words[0]) : 0, key ? static_cast<u32>(words[1]) : 0};
     const Report r = BYTEBACK_CALL(quantize, rows_of(rows), at<const f32>(x), clips, noise, at<s8>(q), threads);
-    return {r.saturated, r.nonfinite, static_cast<f64>(r.peak)};
+    for (s64 i = 0; i < clip_count; ++i)
+        at<f32>(scale)[i] = is_live(clips.values[i]) ? clips.values[i] / static_cast<f32>(kMax) : 1.0f;
+    at<s64>(counts)[0] = r.saturated;
+    at<s64>(counts)[1] = r.nonfinite;
+    *at<f32>(peak) = r.peak;
 }
 
 void absmax(int path, const RowNumbers& rows, Address x, Address result, bool per_outer, int threads) {

@@ -272,10 +272,22 @@ bool phase_of(const ConvShape& s, const s64 (&phase)[3], Product& p) {
     return p.grid_pixels() > 0;
 }
 
-// Pixels that no tap reaches: a stride larger than the kernel leaves some.
-void write_zeros(const Product& p) {
-    for (s64 row = 0; row < p.batch * p.grid_pixels(); ++row)
-        std::fill_n(result_of(p, pixel_of(row, p.grid)), p.columns, 0.0f);
+// Whether some input pixels are reached by no tap: a stride larger than the kernel leaves such phases.
+bool leaves_pixels_out(const ConvShape& s) {
+    for (int axis = 0; axis < 3; ++axis)
+        if (s.stride[axis] > 1) {
+            std::vector<char> met(static_cast<size_t>(s.stride[axis]), 0);
+            for (s64 t = 0; t < s.kernel[axis]; ++t) met[static_cast<size_t>(t * s.dilation[axis] % s.stride[axis])] = 1;
+            for (char m : met)
+                if (!m) return true;
+        }
+    return false;
+}
+
+void write_zeros(f32* to, s64 count, int threads) {
+    parallel_ranges(threads, ceil_div(count, 4096), [&](int, s64 begin, s64 end) {
+        std::fill(to + begin * 4096, to + std::min(count, end * 4096), 0.0f);
+    });
 }
 
 void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
@@ -288,7 +300,6 @@ void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, F
                 p.depth = K, p.batch = s.batch, p.factor = factor;
                 p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels, p.result_begin = group * C, p.columns = C;
                 if (!phase_of(s, {d, h, v}, p)) continue;
-                if (p.taps.empty()) write_zeros(p);
                 p.from = Gather(g, s.out, s.out_channels, group * K, K, {1, 1, 1}, p.taps);
                 run_product<SignedPairs>(p, threads, [=](s64 tap, s64 k, s64 c) { return own[(k * taps + tap) * C + c]; });
             }
@@ -306,6 +317,7 @@ void gemm_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f3
 }
 
 void gemm_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    if (leaves_pixels_out(s)) write_zeros(dx, s.batch * s.in_pixels() * s.in_channels, threads);
     for (s64 group = 0; group < s.groups; ++group) grad_input_group(s, group, g, w, factor, dx, threads);
 }
 

@@ -8,6 +8,7 @@ byteback.scale_learning_rates(optimizer, model)      # per-layer learning-rate f
 from byteback import models
 from byteback.convert import enabled, float_state_dict, prepare, restore
 from byteback.lr_scaling import LearningRateScaling, scale_learning_rates
+from byteback.memory import tune_malloc
 from byteback.nn import Int8Conv1d, Int8Conv2d, Int8Conv3d, Int8Linear
 from byteback.ops.native import path
 from byteback.quantize import Choice, ClipRule, MaxAbs, Memory, NonFiniteError, QTensor, TensorRule
@@ -36,6 +37,7 @@ __all__ = [
     "health",
     "models",
     "path",
+    "tune_malloc",
     # recipes
     "Recipe",
     "PlainInt8",

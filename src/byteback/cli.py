@@ -40,7 +40,8 @@ def main() -> None:
     )
     run = next(command for flags, command in commands.values() if flags is type(config))
     try:
-        failed = run(config, Console()) is False
+        # A pipe has no width of its own, and rich would fold wide tables to 80 columns.
+        failed = run(config, Console(width=None if sys.stdout.isatty() else 180)) is False
     except (ValueError, ImportError, RuntimeError, OSError) as error:
         sys.exit(f"byteback: {error}")
     except KeyboardInterrupt:

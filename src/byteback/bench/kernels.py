@@ -4,6 +4,7 @@
 Every product is checked against the reference before it is timed. The two sides are interleaved and the ratio is the
 median over rounds; PyTorch gets the faster of contiguous and channels_last. The int8 side starts from int8 operands and
 includes quantizing and packing the weight; a second ratio adds the clip and quantization of the activation or gradient.
+malloc is tuned for both sides unless told otherwise.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from byteback import ops, tables
 from byteback.bench.shapes import ConvCase, cases
+from byteback.memory import tune_malloc
 from byteback.ops import native, native_kernels
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -44,6 +46,8 @@ class KernelsConfig:
     """Also say which algorithm serves each product, and why."""
     rounds: int = 9
     """Interleaved rounds; the median counts."""
+    malloc: Literal["tuned", "default"] = "tuned"
+    """tuned: both sides keep freed memory (byteback.tune_malloc), so that page faults do not drown the kernels."""
     kind: str | None = None
     """Only shapes of this class: 3x3_s1, 1x1, strided, depthwise, other."""
 
@@ -206,10 +210,13 @@ def _fp32_peak() -> float:
 
 def run(config: KernelsConfig, console: Console) -> list[Timing]:
     """The command."""
+    if config.malloc == "tuned":
+        tune_malloc()
     peak = _fp32_peak()
     console.print(
-        f"path [bold]{native.current()}[/], {torch.get_num_threads()} threads, fp32 peak about {peak:.0f} GMAC/s; ratios are "
-        "against the faster of contiguous and channels_last FP32, median of interleaved rounds\n"
+        f"path [bold]{native.current()}[/], {torch.get_num_threads()} threads, {config.malloc} malloc, fp32 peak about "
+        f"{peak:.0f} GMAC/s (PyTorch uses {torch.backends.cpu.get_cpu_capability()}); ratios are against the faster of contiguous "
+        "and channels_last FP32, median of interleaved rounds\n"
     )
     timings: list[Timing] = []
     for network in config.shapes:

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from byteback.ops import layout, native
-from byteback.ops.limits import QMAX, ZERO_SCALE
 from byteback.ops.scale_rule import combine_scales
-from byteback.ops.statistics import is_live
 
 
 def _library() -> Any:
@@ -129,25 +127,26 @@ def _strides(per_scale: Tensor) -> tuple[int, int]:
 
 def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dense, rows = _rows(x, per_sample=clip.shape[0] > 1)
-    k0, k1 = key.tolist() if key is not None else (0, 0)
     clip = clip.contiguous()
-    values = torch.empty_like(dense, dtype=torch.int8)
-    saturated, bad, peak = _library().quantize(
+    values, scale = torch.empty_like(dense, dtype=torch.int8), torch.empty_like(clip)
+    counts, peak = torch.empty(2, dtype=torch.int64), torch.empty((), dtype=torch.float32)
+    _library().quantize(
         native.number(),
         rows,
         dense.data_ptr(),
         clip.data_ptr(),
         *_strides(clip),
-        key is not None,
-        k0,
-        k1,
+        clip.numel(),
+        0 if key is None else key.contiguous().data_ptr(),
         values.data_ptr(),
+        scale.data_ptr(),
+        counts.data_ptr(),
+        peak.data_ptr(),
         torch.get_num_threads(),
     )
-    scale = torch.where(is_live(clip), clip / QMAX, ZERO_SCALE)
     if dense is not x:
         values = torch.empty_like(x, dtype=torch.int8).copy_(values)
-    return values, scale, torch.tensor([saturated, bad]), torch.tensor(peak, dtype=torch.float32)
+    return values, scale, counts, peak
 
 
 def absmax(x: Tensor, axis: int) -> Tensor:
