@@ -14,6 +14,7 @@
 #include "types.h"
 
 namespace byteback {
+namespace {  // each file compiles its own copy, or the linker could hand one path's code to another
 
 // body(thread, begin, end)
 template <class Body>
@@ -69,4 +70,5 @@ inline char* scratch(size_t bytes) {
     return buffer.get(bytes);
 }
 
+}  // namespace
 }  // namespace byteback

@@ -12,7 +12,8 @@ Plan make_plan(const ConvShape& shape, ProductKind kind, Path path) {
 #ifdef BYTEBACK_AVX2
     if (avx2::depthwise_fits(shape))
         return {Algorithm::depthwise, false, "one input channel per output channel: memory traffic decides, not arithmetic"};
-    if (avx2::winograd_fits(shape))
+    // A tile makes 4x4 pixels: of an image of one or two it would throw most away.
+    if (avx2::winograd_fits(shape) && shape.out[1] * shape.out[2] > 2)
         return {Algorithm::winograd, false, "3x3 with stride 1: Winograd F(4x4,3x3) needs a quarter of the multiplications"};
     if (kind == ProductKind::grad_input)
         return {Algorithm::gemm, false, "implicit GEMM; gradients and weights are signed, so int16 multiplies"};

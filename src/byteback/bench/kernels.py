@@ -215,8 +215,8 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
     peak = _fp32_peak()
     console.print(
         f"path [bold]{native.current()}[/], {torch.get_num_threads()} threads, {config.malloc} malloc, fp32 peak about "
-        f"{peak:.0f} GMAC/s (PyTorch uses {torch.backends.cpu.get_cpu_capability()}); ratios are against the faster of contiguous "
-        "and channels_last FP32, median of interleaved rounds\n"
+        f"{peak:.0f} GMAC/s (PyTorch uses {torch.backends.cpu.get_cpu_capability()}); ratios are against the faster of "
+        "contiguous and channels_last FP32, median of interleaved rounds\n"
     )
     timings: list[Timing] = []
     for network in config.shapes:

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every native path equals the reference: drawn convolutions, the layers of real networks, and the Winograd bound.
+
+Drawn: 2000 convolutions, three products each, on every native path with one and two threads.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import byteback
+from byteback import ops
+from byteback.bench.shapes import NETWORKS, ConvCase, network_cases
+from byteback.bench.verify import FIXED, Geometry, _random, products
+from byteback.ops import native
+
+NATIVE = [path for path in native.available() if path != "reference"]
+CSRC = Path(__file__).parents[2] / "csrc"
+pytestmark = pytest.mark.skipif(not NATIVE, reason="this build has no native library")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> object:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_paths_agree(case: Geometry, rng: random.Random, paths: list[str]) -> None:
+    for name, product in products(case, rng):
+        with byteback.path("reference"):
+            expected = product()
+        for path in paths:
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                with byteback.path(path):
+                    result = product()
+                assert native.last_kernel.startswith(path), f"{name} of {case} was served by {native.last_kernel!r}"
+                assert torch.equal(result, expected), f"{name} by {native.last_kernel}, {threads} threads: {case}"
+                assert result.stride() == expected.stride(), f"{name} by {native.last_kernel}: {case}"
+
+
+@pytest.mark.parametrize("part", range(20))
+def test_drawn_convolutions_are_equal_on_every_path(part: int) -> None:
+    rng = random.Random(part)
+    for _ in range(100):
+        assert_paths_agree(_random(rng), rng, NATIVE)
+
+
+@pytest.mark.parametrize("case", FIXED, ids=str)
+def test_fixed_convolutions_are_equal_on_every_path(case: Geometry) -> None:
+    assert_paths_agree(case, random.Random(1), NATIVE)
+
+
+def _geometry(case: ConvCase) -> Geometry:
+    return Geometry(
+        case.batch,
+        (case.in_channels, case.out_channels),
+        case.groups,
+        (case.height, case.width),
+        (case.kernel_h, case.kernel_w),
+        (case.stride,) * 2,
+        (case.padding_h, case.padding_w),
+        (case.dilation,) * 2,
+    )
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=[pytest.mark.slow] if path == "generic" else []) for path in NATIVE])
+def test_layers_of_real_networks_are_equal(network: str, path: str) -> None:
+    for case in network_cases(network, batch=1):
+        assert_paths_agree(_geometry(case), random.Random(0), [path])
+
+
+def test_winograd_stays_exact_where_merged_chunks_just_fit_and_just_do_not() -> None:
+    """512 channels are one chunk only if Σ|w| · 127 < 2^25, that is Σ|w| <= 264208; one more must be split."""
+    one = torch.ones(1, 1, 1, 1)
+    for total in (264208, 264209):
+        w = torch.zeros(1, 512 * 9, dtype=torch.int8)
+        full, rest = divmod(total, 127)
+        w[0, :full], w[0, full] = 127, rest
+        w = w.reshape(1, 512, 3, 3)
+        x = torch.full((1, 512, 8, 8), 127, dtype=torch.int8)
+        expected = 127.0 * total
+        result = ops.conv_int8(x, one, w, one, [1, 1], [1, 1], [1, 1])
+        assert result[0, 0, 3, 3].item() == torch.tensor(expected, dtype=torch.float32).item()
+
+
+DRIVER = """
+#include <cstdio>
+#include <vector>
+#include "avx2.h"
+#include "generic.h"
+using namespace byteback;
+int main() {
+    const ConvShape s{1, 512, 16, 1, {1, 8, 8}, {1, 3, 3}, {1, 8, 8}, {1, 1, 1}, {0, 1, 1}, {1, 1, 1}};
+    std::vector<s8> x(8 * 8 * 512, 127), w(16 * 9 * 512, 127);
+    std::vector<f32> a(8 * 8 * 16), b(a.size());
+    const f32 one = 1.0f;
+    generic::conv_output(s, x.data(), w.data(), {&one, 0, 0}, a.data(), 1);
+    avx2::winograd_output(s, x.data(), w.data(), {&one, 0, 0}, b.data(), 1);
+    std::puts(a == b ? "equal" : "different");
+}
+"""
+
+
+@pytest.mark.skipif("avx2" not in NATIVE or shutil.which("g++") is None, reason="needs AVX2 and g++")
+@pytest.mark.parametrize(("bound", "says"), [("<< 25", "equal"), ("<< 40", "different")], ids=["as it is", "bound removed"])
+def test_removing_the_winograd_bound_is_caught(tmp_path: Path, bound: str, says: str) -> None:
+    """The mutation test: without the bound the sums wrap, and the comparison with the textbook kernel must see it."""
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    header = tmp_path / "csrc" / "winograd_transform.h"
+    text = header.read_text()
+    assert text.count("(s64{1} << 25)") == 1
+    header.write_text(text.replace("(s64{1} << 25)", f"(s64{{1}} {bound})"))
+    (tmp_path / "driver.cpp").write_text(DRIVER)
+    sources = ["csrc/winograd_avx2.cpp", "csrc/conv_generic.cpp", "driver.cpp"]
+    flags = ["-std=c++17", "-O2", "-mavx2", "-mfma", "-fopenmp", "-Icsrc", "-o", "driver"]
+    subprocess.run(["g++", *flags, *sources], cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    done = subprocess.run(["./driver"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == says
+
+
+def test_memory_does_not_grow_over_many_calls_with_changing_shapes() -> None:
+    rng = random.Random(0)
+    one = torch.ones(1, 1, 1, 1)
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            c, k, size = rng.choice([3, 16, 40]), rng.choice([5, 16, 33]), rng.randint(3, 24)
+            x = torch.ones(2, c, size, size, dtype=torch.int8)
+            w = torch.ones(k, c, 3, 3, dtype=torch.int8)
+            ops.conv_int8(x, one, w, one, [1, 1], [1, 1], [1, 1])
+            ops.conv_int8_grad_weight(
+                torch.ones(2, k, size, size, dtype=torch.int8), one, x, one, w.shape, [1, 1], [1, 1], [1, 1]
+            )
+
+    calls(1000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    calls(4500)  # two kernels each
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 30_000, f"{grown} kB more after 9000 calls; a leak of one result per call would be far more than 30 MB"
