@@ -63,7 +63,7 @@ private:
     size_t size_ = 0;
 };
 
-// One buffer per thread and per Tag, so that nested users do not tread on each other.
+// One buffer per thread and per Tag, so that nested users do not share one.
 template <class Tag>
 inline char* scratch(size_t bytes) {
     static thread_local Scratch buffer;
