@@ -68,21 +68,58 @@ std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded, s64 most) 
     return blocks;
 }
 
-// Weights as panels [columns / 16][padded depth / unit][16][unit]; at(tap, depth index, column) reads one weight.
-template <class Micro, class At>
-std::vector<char> pack_weights(const Product& p, s64 padded, int threads, const At& at) {
-    using Value = std::conditional_t<Micro::kBytes == 2, s16, s8>;
+// One group's weights, w[k][tap][c], as the product reads them: depth along c and columns along k (output), or the reverse.
+struct Weights {
+    const s8* w;
+    s64 taps, C;
+    bool columns_are_k;
+
+    const s8* row(s64 k, s64 tap) const { return w + (k * taps + tap) * C; }
+};
+
+struct WeightScratch {};
+struct RowScratch {};
+
+// A panel whose depth lies together in memory: 16 rows are widened, then their 4-byte steps are turned from [row][step] to
+// [step][row].
+template <class Micro>
+void pack_panel_of_rows(const Product& p, const Weights& w, s64 tap, s64 column, s64 padded, char* to) {
+    const s64 length = padded * Micro::kBytes, stride = round_up(length + 32, 64), steps = length / 4;
+    char* rows = scratch<RowScratch>(static_cast<size_t>(stride * kColumns));
+    std::memset(rows, 0, static_cast<size_t>(stride * kColumns));
+    for (s64 j = 0; j < std::min(kColumns, p.columns - column); ++j) {
+        Micro::pack_row(rows + j * stride, w.row(column + j, tap), p.depth);
+        const s64 filled = p.depth * Micro::kBytes;
+        std::memset(rows + j * stride + filled, 0, static_cast<size_t>(length - filled));
+    }
+    for (s64 step = 0; step < steps; ++step)
+        for (s64 j = 0; j < kColumns; ++j) std::memcpy(to + (step * kColumns + j) * 4, rows + j * stride + step * 4, 4);
+}
+
+// A panel whose columns lie together: `kUnit` rows at a time are interleaved.
+template <class Micro>
+void pack_panel_of_columns(const Product& p, const Weights& w, s64 tap, s64 column, s64 padded, const s8* zeros, char* to) {
+    const s64 width = std::min(kColumns, p.columns - column);
+    for (s64 l = 0; l < padded; l += Micro::kUnit) {
+        const s8* from[4];
+        for (int u = 0; u < Micro::kUnit; ++u) from[u] = l + u < p.depth ? w.row(l + u, tap) + column : zeros;
+        Micro::interleave(to + l * kColumns * Micro::kBytes, from, width);
+    }
+}
+
+// Panels [columns / 16][padded depth / unit][16][unit].
+template <class Micro>
+char* pack_weights(const Product& p, const Weights& w, s64 padded, int threads) {
     const s64 taps = static_cast<s64>(p.taps.size()), panels = ceil_div(p.columns, kColumns), length = taps * padded;
-    std::vector<char> packed(static_cast<size_t>(panels * length * kColumns * Micro::kBytes), 0);
-    Value* out = reinterpret_cast<Value*>(packed.data());
+    char* packed = scratch<WeightScratch>(static_cast<size_t>(panels * length * kColumns * Micro::kBytes + 64));
+    const s8 zeros[kColumns] = {};
     parallel_for(threads, panels * taps, [&](s64 job) {
-        const s64 panel = job / taps, t = job % taps;
-        const s64 last = std::min(kColumns, p.columns - panel * kColumns);
-        Value* to = out + (panel * length + t * padded) * kColumns;
-        for (s64 j = 0; j < last; ++j)
-            for (s64 l = 0; l < p.depth; ++l)
-                to[l / Micro::kUnit * kColumns * Micro::kUnit + j * Micro::kUnit + l % Micro::kUnit] =
-                    at(p.taps[static_cast<size_t>(t)].weight, l, panel * kColumns + j);
+        const s64 column = job / taps * kColumns, t = job % taps, tap = p.taps[static_cast<size_t>(t)].weight;
+        char* to = packed + (column * length + t * padded * kColumns) * Micro::kBytes;
+        if (w.columns_are_k)
+            pack_panel_of_rows<Micro>(p, w, tap, column, padded, to);
+        else
+            pack_panel_of_columns<Micro>(p, w, tap, column, padded, zeros, to);
     });
     return packed;
 }
@@ -114,9 +151,9 @@ struct BlockScratch {};
 template <class Micro>
 class Runner {
 public:
-    Runner(const Product& product, const std::vector<char>& packed, s64 padded)
+    Runner(const Product& product, const char* packed, s64 padded)
         : p(product),
-          weights(packed.data()),
+          weights(packed),
           blocks(depth_blocks(static_cast<s64>(p.taps.size()), p.depth, padded, Micro::kDepth)),
           length(static_cast<s64>(p.taps.size()) * padded),
           rows(p.batch * p.grid_pixels()),
@@ -224,12 +261,11 @@ private:
     s64 length, rows, padded_columns, widest = 0, stride = 0;
 };
 
-template <class Micro, class At>
-void run_product(const Product& p, int threads, const At& at) {
+template <class Micro>
+void run_product(const Product& p, const Weights& w, int threads) {
     if (p.taps.empty() || p.batch * p.grid_pixels() == 0) return;
     const s64 padded = round_up(p.depth, Micro::kUnit);
-    const std::vector<char> packed = pack_weights<Micro>(p, padded, threads, at);
-    Runner<Micro>(p, packed, padded).run(threads);
+    Runner<Micro>(p, pack_weights<Micro>(p, w, padded, threads), padded).run(threads);
 }
 
 template <class Micro>
@@ -244,8 +280,7 @@ void output_group(const ConvShape& s, s64 group, const s8* x, const s8* w, Facto
         p.grid[axis] = s.out[axis];
         p.result_step[axis] = 1;
     }
-    const s8* own = w + group * K * taps * C;
-    run_product<Micro>(p, threads, [=](s64 tap, s64 c, s64 k) { return own[(k * taps + tap) * C + c]; });
+    run_product<Micro>(p, {w + group * K * taps * C, taps, C, true}, threads);
 }
 
 // The grad_input pixels i with (i + padding) % stride == phase, and the taps that reach them.
@@ -292,7 +327,6 @@ void write_zeros(f32* to, s64 count, int threads) {
 
 void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
     const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
-    const s8* own = w + group * K * taps * C;
     for (s64 d = 0; d < s.stride[0]; ++d)
         for (s64 h = 0; h < s.stride[1]; ++h)
             for (s64 v = 0; v < s.stride[2]; ++v) {
@@ -301,7 +335,7 @@ void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, F
                 p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels, p.result_begin = group * C, p.columns = C;
                 if (!phase_of(s, {d, h, v}, p)) continue;
                 p.from = Gather(g, s.out, s.out_channels, group * K, K, {1, 1, 1}, p.taps);
-                run_product<SignedPairs>(p, threads, [=](s64 tap, s64 k, s64 c) { return own[(k * taps + tap) * C + c]; });
+                run_product<SignedPairs>(p, {w + group * K * taps * C, taps, C, false}, threads);
             }
 }
 

@@ -28,6 +28,9 @@ constexpr s64 kPackedBytes = 16 << 20;  // of packed grad_output at a time
 constexpr s64 kMaxBlock = 512;        // pixels packed at a time
 
 struct PackScratch {};
+struct SumScratch {};
+struct OwnScratch {};
+struct GradientScratch {};
 
 template <class Micro>
 class GradWeight {
@@ -43,7 +46,8 @@ public:
           padded_rows(round_up(rows, Micro::kRows)),
           columns(round_up(K, kColumns)),
           zeros(static_cast<size_t>(K) + 16, 0),
-          sums(static_cast<size_t>(padded_rows * columns)) {}
+          size(padded_rows * columns),
+          sums(reinterpret_cast<s32*>(scratch<SumScratch>(static_cast<size_t>(size) * 4))) {}
 
     // Adds the pixels [first, first + count) of grad_output into `sums`, which it overwrites.
     void stretch(s64 first, s64 count, int threads) {
@@ -53,7 +57,8 @@ public:
             by_rows(first, count, threads);
     }
 
-    const std::vector<s32>& totals() const { return sums; }
+    const s32* totals() const { return sums; }
+    s64 count() const { return size; }
     s64 width() const { return columns; }
 
 private:
@@ -91,11 +96,11 @@ private:
     void by_pixels(s64 first, s64 count, int threads) {
         const s64 block = rows <= 160 ? kMaxBlock : rows <= 400 ? 256 : 128;
         const s64 stride = round_up(padded_rows * 4 + 64, 64) + 64;
-        std::vector<s32> own(static_cast<size_t>(threads) * sums.size());
+        s32* own = reinterpret_cast<s32*>(scratch<OwnScratch>(static_cast<size_t>(threads * size) * 4));
         std::vector<char> used(static_cast<size_t>(threads), 0);
         parallel_ranges(threads, ceil_div(count, block), [&](int thread, s64 begin, s64 end) {
             if (begin == end) return;
-            s32* mine = own.data() + static_cast<size_t>(thread) * sums.size();
+            s32* mine = own + thread * size;
             used[static_cast<size_t>(thread)] = 1;
             const s64 a_bytes = block / Micro::kUnit * stride + 1024;
             char* A = scratch<PackScratch>(static_cast<size_t>(a_bytes + block * columns * Micro::kBytes + 1024));
@@ -107,19 +112,20 @@ private:
                 multiply(A, stride, B, padded, padded_rows, mine, b > begin);
             }
         });
-        std::fill(sums.begin(), sums.end(), 0);
+        std::fill(sums, sums + size, 0);
         for (int thread = 0; thread < threads; ++thread) {
             if (!used[static_cast<size_t>(thread)]) continue;
-            const s32* mine = own.data() + static_cast<size_t>(thread) * sums.size();
-            for (size_t i = 0; i < sums.size(); ++i) sums[i] += mine[i];
+            const s32* mine = own + thread * size;
+            for (s64 i = 0; i < size; ++i) sums[i] += mine[i];
         }
     }
 
     void by_rows(s64 first, s64 count, int threads) {
         const s64 per_pass = std::max<s64>(256, round_up(kPackedBytes / (columns * Micro::kBytes), 256));
-        std::vector<char> packed(static_cast<size_t>(std::min(per_pass, round_up(count, 256)) * columns * Micro::kBytes + 1024));
+        const s64 bytes = std::min(per_pass, round_up(count, 256)) * columns * Micro::kBytes + 1024;
+        char* packed = scratch<GradientScratch>(static_cast<size_t>(bytes));
         for (s64 done = 0; done < count; done += per_pass)
-            rows_pass(first + done, std::min(per_pass, count - done), packed.data(), done > 0, threads);
+            rows_pass(first + done, std::min(per_pass, count - done), packed, done > 0, threads);
     }
 
     void rows_pass(s64 first, s64 count, char* packed, bool accumulate, int threads) {
@@ -140,7 +146,7 @@ private:
                 const s64 n = std::min(block, count - b * block), padded = round_up(n, Micro::kUnit);
                 pack_input(first + b * block, n, padded, begin, end, stride, A);
                 multiply(A, stride, packed + b * block * columns * Micro::kBytes, padded, height,
-                         sums.data() + begin * columns, accumulate || b > 0);
+                         sums + begin * columns, accumulate || b > 0);
             }
         });
     }
@@ -157,17 +163,29 @@ private:
     const s8* const g;
     const s64 C, K, taps, rows, padded_rows, columns;
     const std::vector<s8> zeros;
-    std::vector<s32> sums;  // [padded_rows][columns]
+    const s64 size;
+    s32* const sums;  // [padded_rows][columns]
 };
 
-// sums[tap, c][k] -> dw[k][tap][c]
+// sums[tap, c][k] -> dw[k][tap][c], in squares of 16 so that every cache line is used whole.
 template <class Sum>
 void write_result(const Sum* sums, s64 width, const ConvShape& s, s64 group, Factor factor, f32* dw, int threads) {
-    const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
-    parallel_for(threads, K * taps, [&](s64 job) {
-        const s64 k = job / taps, tap = job % taps, out = group * K + k;
-        f32* to = dw + (out * taps + tap) * C;
-        for (s64 c = 0; c < C; ++c) to[c] = static_cast<f32>(sums[(tap * C + c) * width + k]) * factor.at(out, c);
+    const s64 C = s.group_in(), K = s.group_out(), taps = s.taps(), squares = ceil_div(C, kColumns);
+    parallel_for(threads, ceil_div(K, kColumns) * taps, [&](s64 job) {
+        const s64 k0 = job / taps * kColumns, tap = job % taps, k1 = std::min(K, k0 + kColumns);
+        for (s64 square = 0; square < squares; ++square) {
+            const s64 c0 = square * kColumns, c1 = std::min(C, c0 + kColumns);
+            f32 turned[kColumns][kColumns];
+            for (s64 c = c0; c < c1; ++c) {
+                const Sum* from = sums + (tap * C + c) * width + k0;
+                for (s64 k = 0; k < k1 - k0; ++k) turned[k][c - c0] = static_cast<f32>(from[k]);
+            }
+            for (s64 k = k0; k < k1; ++k) {
+                const s64 out = group * K + k;
+                f32* to = dw + (out * taps + tap) * C;
+                for (s64 c = c0; c < c1; ++c) to[c] = turned[k - k0][c - c0] * factor.at(out, c);
+            }
+        }
     });
 }
 
@@ -177,10 +195,10 @@ void grad_weight_group(const ConvShape& s, s64 group, const s8* g, const s8* x, 
     const s64 pixels = s.batch * s.out_pixels();
     if (pixels <= kInt32Depth) {
         product.stretch(0, pixels, threads);
-        write_result(product.totals().data(), product.width(), s, group, factor, dw, threads);
+        write_result(product.totals(), product.width(), s, group, factor, dw, threads);
         return;
     }
-    std::vector<s64> wide(product.totals().size(), 0);
+    std::vector<s64> wide(static_cast<size_t>(product.count()), 0);
     for (s64 first = 0; first < pixels; first += kStretch) {
         product.stretch(first, std::min(kStretch, pixels - first), threads);
         for (size_t i = 0; i < wide.size(); ++i) wide[i] += product.totals()[i];
@@ -191,6 +209,10 @@ void grad_weight_group(const ConvShape& s, s64 group, const s8* g, const s8* x, 
 }  // namespace
 
 void gemm_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, bool nonnegative, int threads) {
+    if (s.batch * s.out_pixels() == 0) {
+        std::fill_n(dw, s.out_channels * s.taps() * s.group_in(), 0.0f);
+        return;
+    }
     for (s64 group = 0; group < s.groups; ++group) {
         if (nonnegative)
             grad_weight_group<UnsignedQuads>(s, group, g, x, factor, dw, threads);
