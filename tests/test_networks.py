@@ -44,21 +44,12 @@ class Network:
     int8_layers: int
 
 
-def video_resnet(m: ModuleType) -> nn.Module:
-    """torchvision's r3d_18, its Conv3DSimple (a Conv3d with another constructor) made plain Conv3d: subclasses stay float."""
-    model = m.video.r3d_18(num_classes=10)
-    for module in model.modules():
-        if type(module).__name__ == "Conv3DSimple":
-            module.__class__ = nn.Conv3d
-    return model
-
-
 NETWORKS = {
     "resnet18": Network(lambda m: m.resnet18(num_classes=10), (8, 3, 64, 64), 19),
     "mobilenet_v2": Network(lambda m: m.mobilenet_v2(num_classes=10), (8, 3, 64, 64), 51),
     "vgg16": Network(lambda m: m.vgg16(num_classes=10), (2, 3, 32, 32), 12),
     "alexnet": Network(lambda m: m.alexnet(num_classes=10), (4, 3, 64, 64), 4),
-    "r3d_18": Network(video_resnet, (4, 3, 8, 32, 32), 19),
+    "r3d_18": Network(lambda m: m.video.r3d_18(num_classes=10), (4, 3, 8, 32, 32), 19),
     "inception_v3": Network(
         lambda m: m.inception_v3(num_classes=10, aux_logits=True, transform_input=False, init_weights=False),
         (2, 3, 299, 299),

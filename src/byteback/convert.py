@@ -17,11 +17,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from byteback.nn import Int8Layer
-from byteback.nn.layer import Shared, begin_forward, end_forward
+from byteback.nn.layer import Shared, begin_forward, end_forward, weight_number
 from byteback.nn.subclass import INT8_CLASSES, int8_class
 from byteback.recipes import Recipe, resolve
 
 FLOAT_REASON = "byteback_float_reason"
+# Attributes and methods that Int8Layer adds to a torch layer.
+OWN_NAMES = (
+    *("recipe", "enabled", "hooked", "scaling", "quantizers", "int8_name", "int8_shared", "int8_calls"),
+    *("attach", "detach", "channels", "run", "rank", "backward_slot", "learning_rate_factor", "watch_for_hook"),
+)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -53,9 +58,11 @@ def prepare(model: nn.Module, recipe: Recipe | str = "unified-int8", *, keep_flo
         if reason is not None:
             setattr(module, FLOAT_REASON, reason)
             continue
+        # The number tells layers of one model apart, the weights' contents those of several models.
+        noise = weight_number(module.weight) << 16 | number  # type: ignore[arg-type]
         module.__class__ = int8_class(type(module))
         assert isinstance(module, Int8Layer)
-        module.attach(recipe, seed=seed, layer=number, name=name or type(model).__name__, shared=shared)
+        module.attach(recipe, seed=seed, layer=noise, name=name or type(model).__name__, shared=shared)
     model.register_forward_pre_hook(begin_forward)
     model.register_forward_hook(end_forward, always_call=True)
     return model
@@ -89,7 +96,10 @@ def enabled(model: nn.Module, on: bool = True) -> nn.Module:
 
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state without quantizers: it loads with strict=True into the model as it was before `prepare`."""
-    own = tuple(f"{name}.quantizers." if name else "quantizers." for name in int8_layers(model, "float_state_dict"))
+    int8_layers(model, "float_state_dict")
+    everywhere = model.named_modules(remove_duplicate=False)  # a module with two names has its state under both
+    names = [name for name, module in everywhere if isinstance(module, Int8Layer)]
+    own = tuple(f"{name}.quantizers." if name else "quantizers." for name in names)
     state = model.state_dict()  # an OrderedDict with module versions, which loading wants to see
     for key in [key for key in state if key.startswith(own)]:
         del state[key]
@@ -160,12 +170,23 @@ def _why_float(module: nn.Module, recipe: Recipe) -> str | None:
     base = _torch_class(type(module))
     if any(getattr(type(module), name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward")):
         return f"a subclass of {base.__name__} ({type(module).__name__}) with a forward of its own"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on this very object, so it would not run in int8"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "its owner reads the weight itself and never calls it"
+    clash = next((name for name in OWN_NAMES if name in module.__dict__ or _defined_by_user(type(module), base, name)), None)
+    if clash:
+        return f"it has a {clash!r} of its own, a name that int8 layers need"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) or "weight" not in module._parameters:
         return f"its weight is not a plain parameter ({type(module).__name__}: lazy, or computed by a hook)"
     dtype = module.weight.dtype
     if dtype != torch.float32:
         return f"its weight is {dtype}, and master weights are float32"
     return None
+
+
+def _defined_by_user(cls: type[nn.Module], base: type[nn.Module], name: str) -> bool:
+    return any(name in vars(parent) for parent in cls.__mro__[: cls.__mro__.index(base)])
 
 
 def _torch_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -175,7 +196,11 @@ def _torch_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _keep_by_wildcard(layers: dict[str, nn.Module], reasons: dict[str, str | None], keep_float: Sequence[str]) -> None:
     if isinstance(keep_float, str):
         raise TypeError(f"prepare: keep_float is the string {keep_float!r}; pass a list of wildcards, [{keep_float!r}].")
-    for pattern in keep_float:
+    for pattern in keep_float or ():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"prepare: keep_float holds {pattern!r}; it takes shell wildcards of layer names, such as 'layer4.*'."
+            )
         matched = [name for name in layers if any(fnmatchcase(part, pattern) for part in _ancestry(name))]
         if not matched:
             near = difflib.get_close_matches(pattern, layers, n=3, cutoff=0.4) or list(layers)[:3]

@@ -27,10 +27,11 @@ from byteback.nn import Int8Layer
 class LearningRateScaling:
     """The installed hooks. `factors()` tells what they do now, `skipped` how many steps were dropped."""
 
-    def __init__(self, optimizer: Optimizer, layers: dict[str, Int8Layer]) -> None:
+    def __init__(self, optimizer: Optimizer, layers: dict[str, Int8Layer], model: nn.Module) -> None:
         self.layers = layers
+        self.model = model
         self.skipped = 0
-        self._before: list[tuple[Int8Layer, Tensor]] = []
+        self._before: list[tuple[list[Int8Layer], Tensor]] = []
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_step),
             optimizer.register_step_post_hook(self._post_step),
@@ -48,6 +49,14 @@ class LearningRateScaling:
             handle.remove()
         for layer in self.layers.values():
             layer.hooked, layer.scaling = False, None
+        self.layers = {}
+
+    def drop(self, layer: Int8Layer) -> None:
+        """Lets go of one layer, which turns float; with the last one the hooks go too."""
+        self.layers = {name: other for name, other in self.layers.items() if other is not layer}
+        layer.hooked, layer.scaling = False, None
+        if not self.layers:
+            self.remove()
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself
@@ -55,9 +64,9 @@ class LearningRateScaling:
             self._skip_if_nonfinite(optimizer)
         # With a closure the gradients, and so the factors, come only during the step.
         self._before = [
-            (layer, layer.weight.detach().clone())
-            for layer in self.layers.values()
-            if closure is not None or (layer.weight.grad is not None and layer.learning_rate_factor() != 1.0)
+            (owners, owners[0].weight.detach().clone())
+            for owners in self._by_weight()
+            if closure is not None or (owners[0].weight.grad is not None and _factor(owners) != 1.0)
         ]
         if closure is None:
             return None
@@ -73,18 +82,26 @@ class LearningRateScaling:
 
     @torch.no_grad()
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for layer, before in self._before:
-            factor = layer.learning_rate_factor()
+        for owners, before in self._before:
+            factor = _factor(owners)
             if factor != 1.0:
-                layer.weight.sub_(before).mul_(factor).add_(before)
+                owners[0].weight.sub_(before).mul_(factor).add_(before)
         self._before = []
         for layer in self.layers.values():
             layer.quantizers.iteration.add_(1)
 
+    def _by_weight(self) -> list[list[Int8Layer]]:
+        """The layers, those that share a weight together: its step is shortened once."""
+        owners: dict[int, list[Int8Layer]] = {}
+        for layer in self.layers.values():
+            owners.setdefault(id(layer.weight), []).append(layer)
+        return list(owners.values())
+
     # ---- on_nonfinite="skip" ----
 
     def _skip_if_nonfinite(self, optimizer: Optimizer) -> None:
-        skipping = [layer for layer in self.layers.values() if layer.recipe.on_nonfinite == "skip"]
+        every = (module for module in self.model.modules() if isinstance(module, Int8Layer))
+        skipping = [layer for layer in every if layer.recipe.on_nonfinite == "skip"]
         if not skipping:
             return
         met = False
@@ -101,15 +118,20 @@ class LearningRateScaling:
             self._drop_gradients(optimizer)
 
     def _drop_gradients(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        # Also those of other optimizers of this model: a step is dropped whole.
+        own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for parameter in (*self.model.parameters(), *own):
+            parameter.grad = None
         self.skipped += 1
         warnings.warn(
             f"byteback: NaN or Inf met while quantizing, so this step's gradients were dropped (skipped {self.skipped} so "
             "far). Many of these in a row mean that training has diverged: lower the learning rate.",
             stacklevel=2,
         )
+
+
+def _factor(owners: list[Int8Layer]) -> float:
+    return min(layer.learning_rate_factor() for layer in owners)
 
 
 def scale_learning_rates(optimizer: Optimizer, model: nn.Module) -> LearningRateScaling:
@@ -121,7 +143,8 @@ def scale_learning_rates(optimizer: Optimizer, model: nn.Module) -> LearningRate
     owned = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
     every = int8_layers(model, "scale_learning_rates")
     layers = {name: layer for name, layer in every.items() if id(layer.weight) in owned}
-    if not layers:
+    skips = any(layer.recipe.on_nonfinite == "skip" for layer in every.values())
+    if not layers and not skips:
         raise ValueError(
             f"scale_learning_rates: {type(inner).__name__} holds none of this model's {len(every)} int8 weights, so it could "
             "scale nothing. Build the optimizer from model.parameters() of this very model."
@@ -132,7 +155,7 @@ def scale_learning_rates(optimizer: Optimizer, model: nn.Module) -> LearningRate
             f"scale_learning_rates: {taken!r} is connected already; a second pair of hooks would scale its steps twice. "
             "Keep the first one, or call .remove() on it."
         )
-    return LearningRateScaling(inner, layers)
+    return LearningRateScaling(inner, layers, model)
 
 
 def _unwrap(optimizer: Any) -> Optimizer:

@@ -15,7 +15,6 @@ from torch import nn
 from byteback import ops, tables
 from byteback.convert import FLOAT_REASON, int8_layers
 from byteback.nn import Int8Layer
-from byteback.ops.scale_rule import AXES
 from byteback.quantize import CLIP, DEVIATION, GAUSSIAN, SATURATED, Memory, Quantizer, direction_deviation
 from byteback.recipes import MagnitudeAware
 
@@ -111,7 +110,7 @@ def summary(model: nn.Module) -> Summary:
     """
     layers = int8_layers(model, "summary")
     result = Summary()
-    result.recipe = type(next(iter(layers.values())).recipe).__name__
+    result.recipe = ", ".join(dict.fromkeys(type(layer.recipe).__name__ for layer in layers.values()))
     for name, module in model.named_modules():
         reason = getattr(module, FLOAT_REASON, None)
         if isinstance(module, Int8Layer):
@@ -175,8 +174,7 @@ def _role_health(name: str, layer: Int8Layer, role: str, quantizer: Quantizer) -
 def _weight_health(name: str, layer: Int8Layer) -> RoleHealth:
     """Weights have no memory, so theirs is measured now."""
     weight, settings = layer.weight.detach(), layer.quantizers.settings["weight"]
-    axis = AXES["weight"].get(settings.rule.per, -1)
-    clip = settings.rule.clip.choose(weight, axis, Memory(weight.new_zeros(1), False, 0, 0)).clip
+    clip = settings.rule.clip.choose(weight, settings.axis(), Memory(weight.new_zeros(1), False, 0, 0)).clip
     values, scale, counts, _ = ops.quantize(weight, clip)
     finite = not int(counts[1])
     deviation = float(direction_deviation(ops.dot_terms(weight, values, scale))) if finite else math.nan

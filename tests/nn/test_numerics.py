@@ -88,13 +88,13 @@ def test_any_64_bit_seed_fits(seed, held):
     assert signed64(seed) == held
 
 
-def test_reset_keeps_seed_and_number(fresh):
+def test_reset_keeps_what_names_the_noise(fresh):
     layer = fresh(Int8Conv2d, 4, 6, 3, seed=5, number=3, recipe="unified-int8")
     step(layer, 0)
     layer.quantizers.reset()
     state = layer.quantizers.state_dict()
     kept = {name: int(value) for name, value in state.items() if value.any()}
-    assert kept == {"numerics_version": NUMERICS_VERSION, "seed": 5, "layer": 3}
+    assert kept == {"numerics_version": NUMERICS_VERSION, "seed": 5, "layer": 3, "count": 1}
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -108,7 +108,8 @@ def test_float_checkpoint_loads_strictly_and_resets(fresh):
     checkpoint = plain.state_dict()
     assert layer.load_state_dict(checkpoint, strict=True) == ([], [])
     assert torch.equal(layer.weight, plain.weight)
-    assert not layer.quantizers.input.tracked.any() and int(layer.quantizers.count) == 0
+    assert not layer.quantizers.input.tracked.any()
+    assert int(layer.quantizers.count) == 1, "noise is never used twice"
     assert sorted(checkpoint) == ["bias", "weight"], "the caller's dict must not change"
 
 

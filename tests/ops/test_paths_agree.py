@@ -18,7 +18,7 @@ import torch
 import byteback
 from byteback import ops
 from byteback.bench.shapes import NETWORKS, ConvCase, network_cases
-from byteback.bench.verify import FIXED, Geometry, _random, products
+from byteback.bench.verify import FIXED, Geometry, drawn, products
 from byteback.ops import native
 
 NATIVE = [path for path in native.available() if path != "reference"]
@@ -51,7 +51,7 @@ def assert_paths_agree(case: Geometry, rng: random.Random, paths: list[str]) -> 
 def test_drawn_convolutions_are_equal_on_every_path(part: int) -> None:
     rng = random.Random(part)
     for _ in range(100):
-        assert_paths_agree(_random(rng), rng, NATIVE)
+        assert_paths_agree(drawn(rng), rng, NATIVE)
 
 
 @pytest.mark.parametrize("case", FIXED, ids=str)

@@ -70,7 +70,7 @@ FIXED = [
 ]
 
 
-def _random(rng: random.Random) -> Geometry:
+def drawn(rng: random.Random) -> Geometry:
     axes = rng.choice([1, 2, 2, 2, 3])
     groups = rng.choice([1, 1, 1, 2, 3])
     c, k = groups * rng.choice([1, 2, 3, 7, 16, 17, 33]), groups * rng.choice([1, 2, 5, 16, 17, 40])
@@ -137,7 +137,7 @@ def run(config: VerifyConfig, console: Console) -> bool:
         rng = random.Random(config.seed)
         served: Counter[tuple[str, str]] = Counter()
         wrong: list[str] = []
-        for case in [*FIXED, *(_random(rng) for _ in range(config.cases))]:
+        for case in [*FIXED, *(drawn(rng) for _ in range(config.cases))]:
             _compare_products(path, case, rng, served, wrong)
         for name, function in _elementwise(rng):
             _compare_elementwise(path, name, function, served, wrong)

@@ -7,23 +7,15 @@ needs an uneven border, pad the float input first, which autograd takes back.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from byteback.nn.layer import Int8Layer
+from byteback.nn.layer import Int8Layer, weight_number
 from byteback.nn.products import ConvProducts
 from byteback.recipes import Recipe
-
-_standalone = itertools.count()
-
-
-def next_layer_number() -> int:
-    """The layer number, and so the noise, of a layer that is built by hand and not by `prepare`."""
-    return next(_standalone)
 
 
 class _Int8Conv(Int8Layer):
@@ -31,7 +23,7 @@ class _Int8Conv(Int8Layer):
 
     def __init__(self, *args: Any, recipe: Recipe | str = "unified-int8", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.attach(recipe, seed=torch.initial_seed(), layer=next_layer_number(), name=type(self).__name__)
+        self.attach(recipe, seed=torch.initial_seed(), layer=weight_number(self.weight), name=type(self).__name__)
 
     def channels(self) -> tuple[int, int]:
         return self.in_channels, self.out_channels  # type: ignore[return-value]

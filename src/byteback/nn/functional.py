@@ -97,12 +97,20 @@ def _quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: boo
         return numerics.input.quantize(
             x, settings, numerics.iteration, numerics.nonfinite, slot=max(slot, 0), remember=remember
         )
-    return numerics.input.quantize_tracked(x, settings, numerics.iteration, max(slot, 0), per_sample=not for_grad_weight)
+    return numerics.input.quantize_tracked(
+        x, settings, numerics.iteration, max(slot, 0), not for_grad_weight, layer.int8_shared.is_counting()
+    )
 
 
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
     x_values, x_scale, w_values, w_scale, x_float, w_float = ctx.saved_tensors
-    layer, products, recipe = ctx.layer, ctx.products, ctx.layer.recipe
+    layer, products = ctx.layer, ctx.products
+    if "quantizers" not in layer._modules:
+        raise RuntimeError(
+            "backward: this layer was restored to float between forward and backward, so its int8 gradient has nowhere to go. "
+            "Call byteback.restore(model) after backward."
+        )
+    recipe = layer.recipe
     for_input, for_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
     g_q, g_q_for_weight = _quantize_gradient(
         layer,

@@ -11,11 +11,14 @@ float32, and the output has autocast's dtype, as torch's own layer would give it
 
 from __future__ import annotations
 
+import threading
 import warnings
+import zlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from byteback.nn.functional import RECOMPUTED, Int8Product
 from byteback.nn.numerics import LayerNumerics
@@ -28,13 +31,20 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-_SILENT_BACKWARDS = 100  # with the hook installed, so many backward passes without a step are worth a word
+
+class Scaling(Protocol):
+    """What is connected to the layer from above and must let go of it when it turns float again."""
+
+    def drop(self, layer: Any) -> None: ...
 
 
-class Removable(Protocol):
-    """What is connected to the layer from above and must go when the layer turns float again."""
+class Calls(threading.local):
+    """One thread's forward of a prepared model: the ordinals of its layers' calls, by layer."""
 
-    def remove(self) -> None: ...
+    counting = False  # within a forward of the prepared model, where the ordinal of a call means something
+
+    def __init__(self) -> None:
+        self.ordinals: dict[int, int] = {}
 
 
 class Shared:
@@ -42,7 +52,19 @@ class Shared:
 
     def __init__(self) -> None:
         self.warned = False
-        self.counting = False  # within a forward of the prepared model, where the ordinal of a call means something
+        self.counting = False  # the same as in Calls, while torch.compile traces: it cannot follow thread-local data
+        self.calls = Calls()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"warned": self.warned}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.warned = state["warned"]
+
+    def is_counting(self) -> bool:
+        """Whether this thread is within a forward of the prepared model."""
+        return self.counting if torch.compiler.is_compiling() else self.calls.counting
 
 
 class Int8Layer(_Base):
@@ -67,7 +89,7 @@ class Int8Layer(_Base):
         self.int8_name = name
         self.enabled = True
         self.hooked = False
-        self.scaling: Removable | None = None
+        self.scaling: Scaling | None = None
         self.int8_shared = shared or Shared()
         self.int8_calls = 0
         channels = self.channels()
@@ -76,8 +98,13 @@ class Int8Layer(_Base):
     def detach(self) -> None:
         """Makes the layer the plain torch layer that it was."""
         del self.quantizers
+        if parametrize.is_parametrized(self):
+            raise ValueError(
+                f"{self.int8_name}: a parametrization was added after prepare, and it owns the weight now; turning the layer "
+                "back would lose it. Call torch.nn.utils.parametrize.remove_parametrizations first, then restore."
+            )
         if self.scaling is not None:
-            self.scaling.remove()
+            self.scaling.drop(self)
         for attribute in ("recipe", "enabled", "hooked", "scaling", "int8_name", "int8_shared", "int8_calls"):
             del self.__dict__[attribute]
         self.__class__ = self.float_class  # type: ignore[assignment]
@@ -89,6 +116,15 @@ class Int8Layer(_Base):
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a loaded model has no optimizer of ours behind it.
         return {**self.__dict__, "hooked": False, "scaling": None}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A float checkpoint resets the quantizers; one that leaves this layer out leaves them alone."""
+        own = prefix + "quantizers."
+        if not any(key.startswith(own) for key in state_dict):
+            if prefix + "weight" in state_dict:
+                self.quantizers.reset()
+            state_dict.update(self.quantizers.state_dict(prefix=own))  # what is here now counts as loaded
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def run(self, x: Tensor, products: Products) -> Tensor:
         """The product without bias, under the dtype rules above."""
@@ -124,11 +160,15 @@ class Int8Layer(_Base):
     def _next_slot(self) -> int:
         if _recomputing():
             return RECOMPUTED
-        if not self.int8_shared.counting:
+        if not self.int8_shared.is_counting():
             return 0
-        slot = min(self.int8_calls, CALL_SLOTS - 1)
-        self.int8_calls += 1
-        return slot
+        if torch.compiler.is_compiling():
+            ordinal = self.int8_calls
+        else:
+            ordinal = self.int8_shared.calls.ordinals.get(id(self), 0)
+            self.int8_shared.calls.ordinals[id(self)] = ordinal + 1
+        self.int8_calls = ordinal + 1
+        return min(ordinal, CALL_SLOTS - 1)
 
     def backward_slot(self, slot: int) -> int:
         """The slot of a backward pass. Reentrant checkpointing runs it on a recomputed forward, whose ordinal is lost."""
@@ -165,7 +205,7 @@ class Int8Layer(_Base):
             return
         count, iteration = int(self.quantizers.count), int(self.quantizers.iteration)
         missing = not self.hooked and iteration >= max(self.recipe.grad_output.clip.search_period(), 2)
-        silent = self.hooked and iteration == 0 and count >= _SILENT_BACKWARDS
+        silent = self.hooked and iteration == 0 and count >= max(2 * self.recipe.grad_output.clip.search_period(), 20)
         if missing or silent:
             self.int8_shared.warned = True
             reason = "no optimizer is connected" if missing else f"no optimizer step was seen in {count} backward passes"
@@ -177,6 +217,14 @@ class Int8Layer(_Base):
             )
 
 
+def weight_number(weight: Tensor) -> int:
+    """15 bits of a weight's contents: with them layers of different models draw different noise, and do so again next run."""
+    if weight.device.type == "meta" or weight.numel() == 0:
+        return 0
+    head = weight.detach().flatten()[:1024].to("cpu", torch.float32).contiguous()
+    return zlib.crc32(head.numpy().tobytes()) & 0x7FFF
+
+
 def _recomputing() -> bool:
     """Whether activation checkpointing is running a forward again, inside backward."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
@@ -184,16 +232,22 @@ def _recomputing() -> bool:
 
 def begin_forward(model: nn.Module, _: Any) -> None:
     """Forward pre-hook of a prepared model: calls are counted from here."""
-    if not _recomputing():
-        for module in model.modules():
-            if isinstance(module, Int8Layer):
-                module.int8_calls = 0
-                module.int8_shared.counting = True
+    _set_counting(model, True)
 
 
 def end_forward(model: nn.Module, _: Any, output: Any) -> None:
     """Forward hook of a prepared model: a layer that is called on its own, later, is a first call."""
-    if not _recomputing():
-        for module in model.modules():
-            if isinstance(module, Int8Layer):
-                module.int8_shared.counting = False
+    _set_counting(model, False)
+
+
+def _set_counting(model: nn.Module, counting: bool) -> None:
+    if _recomputing():
+        return
+    for module in model.modules():
+        if isinstance(module, Int8Layer):
+            if torch.compiler.is_compiling():
+                module.int8_calls = 0 if counting else module.int8_calls
+                module.int8_shared.counting = counting
+            else:
+                module.int8_shared.calls.counting = counting
+                module.int8_shared.calls.ordinals.clear()

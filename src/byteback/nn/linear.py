@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from byteback.nn.conv import next_layer_number
-from byteback.nn.layer import Int8Layer
+from byteback.nn.layer import Int8Layer, weight_number
 from byteback.nn.products import LinearProducts
 from byteback.recipes import Recipe
 
@@ -25,7 +24,7 @@ class Int8Linear(Int8Layer, nn.Linear):
 
     def __init__(self, *args: Any, recipe: Recipe | str = "unified-int8", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.attach(recipe, seed=torch.initial_seed(), layer=next_layer_number(), name=type(self).__name__)
+        self.attach(recipe, seed=torch.initial_seed(), layer=weight_number(self.weight), name=type(self).__name__)
 
     def channels(self) -> tuple[int, int]:
         return self.in_features, self.out_features

@@ -78,20 +78,15 @@ class LayerNumerics(nn.Module):
         return key
 
     def reset(self) -> None:
-        """Forgets everything but the seed and the layer's number."""
+        """Forgets everything but what names the noise: no gradient of a layer ever gets the noise of an earlier one."""
         for quantizer in (self.input, self.grad_output, self.grad_output_for_weight):
             if quantizer is not None:
                 quantizer.reset()
-        for counter in (self.count, self.iteration, self.nonfinite):
+        for counter in (self.iteration, self.nonfinite):
             counter.zero_()
         self.nonfinite_seen = 0
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        own = {prefix + name for name in self.state_dict()}
-        if not own & state_dict.keys():
-            self.reset()
-            # What is here now counts as loaded, for this module and for its children.
-            state_dict.update(self.state_dict(prefix=prefix))
         version = state_dict.get(prefix + "numerics_version")
         if version is not None and int(version) != NUMERICS_VERSION:
             warnings.warn(

@@ -32,10 +32,8 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
 
 def _natively(*tensors: Tensor) -> bool:
     """Whether the native library serves these tensors; the reference takes other devices and empty tensors."""
-    if native.number() is None:
-        native.last_kernel = ""
-        return False
-    return all(tensor.device.type == "cpu" and tensor.numel() > 0 for tensor in tensors)
+    native.last_kernel = ""
+    return native.number() is not None and all(t.device.type == "cpu" and t.numel() > 0 for t in tensors)
 
 
 # ---- checks at the door ----------------------------------------------------------------------------------------------

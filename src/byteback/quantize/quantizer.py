@@ -43,6 +43,10 @@ class Settings(NamedTuple):
     observe_every: int
     momentum: float
 
+    def axis(self) -> int:
+        """The axis along which the scale varies; -1 for none."""
+        return AXES[self.role].get(self.rule.per, -1)
+
 
 class Buffers(NamedTuple):
     """The tensors that a quantizer step may write to."""
@@ -124,7 +128,7 @@ def _remembering(
     remember: bool,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the clip, quantizes, and writes down what happened: the whole life of one tensor in one step."""
-    axis = AXES[settings.role].get(settings.rule.per, -1)
+    axis = settings.axis()
     now = int(iteration)
     rule = settings.rule.clip
     # A rule that does not say so must not look back: a forward that is run again has to choose as before.
@@ -160,11 +164,19 @@ def _remembering(
 
 
 def _from_tracked(
-    x: Tensor, tracked: Tensor, seen: Tensor, iteration: Tensor, settings: Settings, slot: int, per_sample: bool
+    x: Tensor,
+    tracked: Tensor,
+    seen: Tensor,
+    iteration: Tensor,
+    settings: Settings,
+    slot: int,
+    per_sample: bool,
+    ordinal_known: bool,
 ) -> tuple[Tensor, Tensor]:
     """Eval: the clip that training tracked; without one, each sample's own maximum (or the batch's, for a gradient)."""
-    axis = AXES[settings.role].get(settings.rule.per, -1)
-    if bool(seen[slot]):
+    axis = settings.axis()
+    # A layer with several call sites that is called on its own: which of its clips is meant cannot be known.
+    if bool(seen[slot]) and (ordinal_known or int(seen.sum()) == 1):
         clip = _shaped(tracked[slot], x, axis)
         clip = clip.expand(x.shape[0], *clip.shape[1:]).contiguous() if per_sample else clip.clone()
     else:
@@ -183,7 +195,7 @@ def _outside_training(settings: Settings) -> Settings:
 
 def _fresh(x: Tensor, iteration: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """A tensor without memory, such as a weight."""
-    axis = AXES[settings.role].get(settings.rule.per, -1)
+    axis = settings.axis()
     clip = settings.rule.clip.choose(x, axis, Memory(x.new_zeros(1), False, 0, 0)).clip
     values, scale, counts, _ = ops.quantize(x, clip)
     bad = int(counts[1])
@@ -203,8 +215,7 @@ def _fake(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 def _axis(handle: int) -> int:
-    settings = _settings[handle]
-    return AXES[settings.role].get(settings.rule.per, -1)
+    return _settings[handle].axis()
 
 
 def _remembering_op(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -224,12 +235,12 @@ define(
     _remembering_fake,
 )
 define(
-    "quantize_tracked(Tensor x, Tensor tracked, Tensor seen, Tensor iteration, int settings, int slot, bool per_sample) "
-    "-> (Tensor, Tensor)",
-    lambda x, tracked, seen, iteration, settings, slot, per_sample: _from_tracked(
-        x, tracked, seen, iteration, _settings[settings], slot, per_sample
+    "quantize_tracked(Tensor x, Tensor tracked, Tensor seen, Tensor iteration, int settings, int slot, bool per_sample, "
+    "bool ordinal_known) -> (Tensor, Tensor)",
+    lambda x, tracked, seen, iteration, settings, *rest: _from_tracked(x, tracked, seen, iteration, _settings[settings], *rest),
+    lambda x, tracked, seen, iteration, settings, slot, per_sample, ordinal_known: _fake(
+        x, 0 if per_sample else _axis(settings)
     ),
-    lambda x, tracked, seen, iteration, settings, slot, per_sample: _fake(x, 0 if per_sample else _axis(settings)),
 )
 define(
     "quantize_fresh(Tensor x, Tensor iteration, int settings) -> (Tensor, Tensor)",
@@ -304,10 +315,13 @@ class Quantizer(nn.Module):
             return QTensor(*torch.ops.byteback.quantize_remembering(x, *buffers, iteration, key, settings, slot, remember))
         return QTensor(*_remembering(x, buffers, iteration, key, _settings[settings], slot, remember))
 
-    def quantize_tracked(self, x: Tensor, settings: int, iteration: Tensor, slot: int, per_sample: bool) -> QTensor:
+    def quantize_tracked(
+        self, x: Tensor, settings: int, iteration: Tensor, slot: int, per_sample: bool, ordinal_known: bool = True
+    ) -> QTensor:
         """x as int8 with the clip that training tracked, so that a prediction does not depend on its batch."""
         assert self.tracked is not None, "only input quantizers track a clip"
         if torch.compiler.is_compiling():
-            args = (x, self.tracked, self.seen, iteration, settings, slot, per_sample)
+            args = (x, self.tracked, self.seen, iteration, settings, slot, per_sample, ordinal_known)
             return QTensor(*torch.ops.byteback.quantize_tracked(*args))
-        return QTensor(*_from_tracked(x, self.tracked, self.seen, iteration, _settings[settings], slot, per_sample))
+        known = _settings[settings]
+        return QTensor(*_from_tracked(x, self.tracked, self.seen, iteration, known, slot, per_sample, ordinal_known))

@@ -67,8 +67,10 @@ class MagnitudeAware(ClipRule):
         gaussian = tail.double() / count > self.threshold
         clip = peak
         if memory.initialized:
-            averaged = memory.clip.reshape(peak.shape) * (1.0 - self.k * self.a) + peak * self.a
-            clip = torch.where(gaussian, peak, averaged)
+            before = memory.clip.reshape(peak.shape)
+            averaged = before * (1.0 - self.k * self.a) + peak * self.a
+            # A channel that was all zero has nothing to average with: its next gradient is a first one.
+            clip = torch.where(gaussian | (before == 0.0), peak, averaged)
         return Choice(clip, remember=clip, gaussian_share=float(gaussian.double().mean()) if gaussian.numel() else 0.0)
 
 

@@ -13,7 +13,7 @@ class TrainConfig:
     """Train a small ResNet on handwritten digits, in float32 and in int8, with the same seed and data order."""
 
     recipe: tuple[str, ...] = (FLOAT, "unified-int8", "distribution-adaptive-int8")
-    """What to compare, in this order: float32 and the slugs of recipes."""
+    """What to compare, in this order: float32, plain-int8, unified-int8, distribution-adaptive-int8."""
     model: str = "resnet8"
     """resnet8 or resnet20."""
     epochs: int = 12

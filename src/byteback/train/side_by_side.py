@@ -6,7 +6,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from byteback import tables
+from byteback import models, tables
 from byteback.recipes import resolve
 from byteback.train.config import FLOAT, TrainConfig
 from byteback.train.data import digits
@@ -18,6 +18,7 @@ def run(config: TrainConfig, console: Console) -> list[Result]:
     for recipe in config.recipe:
         if recipe != FLOAT:
             resolve(recipe)  # a misspelt name should fail before the first run, not after it
+    models.build(config.model, image_size=8, in_channels=1)  # likewise a misspelt model
     data = digits()
     training, test = data
     console.print(
