@@ -56,6 +56,11 @@ def test_doctor_names_the_paths_and_why() -> None:
     assert f"operators take the path {native.available()[0]}" in done.stdout
 
 
+def test_the_bare_command_helps_and_the_version_is_told() -> None:
+    assert "verify" in byteback().stdout
+    assert byteback("--version").stdout.startswith("byteback 0.")
+
+
 def test_verify_compares_every_native_path() -> None:
     done = byteback("verify", "--cases", "10")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -22,12 +22,18 @@ def main() -> None:
         import tyro
         from rich.console import Console
 
+        from byteback import __version__
         from byteback.bench import doctor, kernels, verify
         from byteback.train import side_by_side
         from byteback.train.config import TrainConfig
     except ImportError as error:
         sys.exit(f"byteback: {_NEEDS.format(name=error.name)}")
 
+    if sys.argv[1:] == ["--version"]:
+        print(f"byteback {__version__}")
+        return
+    if not sys.argv[1:]:
+        sys.argv.append("--help")
     # name -> (dataclass with the flags, what to do with it); a command that returns False has failed
     commands: dict[str, tuple[type, Callable[[Any, Console], Any]]] = {
         "train": (TrainConfig, side_by_side.run),

@@ -10,16 +10,18 @@ from typing import Any
 
 def build(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Any:
     """A rich table; the first `left` columns are words, the others numbers."""
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     # Text, not str: a name such as conv[a-b] must not be taken for markup.
-    table = Table(title=Text(title), title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    table = Table(header_style="dim", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    return table
+    # Above the table, not as its title: rich would fold a title to the width of a narrow table.
+    return Group(Text(title, style="bold"), table)
 
 
 def as_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
