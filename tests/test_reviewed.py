@@ -148,6 +148,10 @@ def test_restore_refuses_a_layer_whose_weight_is_parametrized() -> None:
     parametrize.register_parametrization(model[2], "weight", nn.Identity())
     with pytest.raises(ValueError, match="remove_parametrizations first"):
         byteback.restore(model)
+    assert all(hasattr(model[index], "quantizers") for index in (2, 4)), "a refusal must leave the model as it was"
+    assert model(torch.randn(1, 3, 8, 8)).isfinite().all()
+    parametrize.remove_parametrizations(model[2], "weight")
+    assert type(byteback.restore(model)[2]) is nn.Conv2d
 
 
 def test_restore_between_forward_and_backward_is_a_clear_error() -> None:

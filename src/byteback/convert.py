@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
 from byteback.nn import Int8Layer
 from byteback.nn.layer import Shared, begin_forward, end_forward, weight_number
@@ -75,7 +76,14 @@ def restore(model: nn.Module) -> nn.Module:
     >>> type(restore(model)[1]).__name__
     'Conv2d'
     """
-    for layer in int8_layers(model, "restore").values():
+    layers = int8_layers(model, "restore")
+    for name, layer in layers.items():  # all of them before any is touched: a refusal must leave the model as it was
+        if parametrize.is_parametrized(layer):
+            raise ValueError(
+                f"restore: {name!r} got a parametrization after prepare, which owns its weight now; turning the layer back would "
+                "lose it. Call torch.nn.utils.parametrize.remove_parametrizations first."
+            )
+    for layer in layers.values():
         layer.detach()
     for module in model.modules():
         module.__dict__.pop(FLOAT_REASON, None)

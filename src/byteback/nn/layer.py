@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from byteback.nn.functional import RECOMPUTED, Int8Product
 from byteback.nn.numerics import LayerNumerics
@@ -98,11 +97,6 @@ class Int8Layer(_Base):
     def detach(self) -> None:
         """Makes the layer the plain torch layer that it was."""
         del self.quantizers
-        if parametrize.is_parametrized(self):
-            raise ValueError(
-                f"{self.int8_name}: a parametrization was added after prepare, and it owns the weight now; turning the layer "
-                "back would lose it. Call torch.nn.utils.parametrize.remove_parametrizations first, then restore."
-            )
         if self.scaling is not None:
             self.scaling.drop(self)
         for attribute in ("recipe", "enabled", "hooked", "scaling", "int8_name", "int8_shared", "int8_calls"):
