@@ -80,8 +80,8 @@ def restore(model: nn.Module) -> nn.Module:
     for name, layer in layers.items():  # all of them before any is touched: a refusal must leave the model as it was
         if parametrize.is_parametrized(layer):
             raise ValueError(
-                f"restore: {name!r} got a parametrization after prepare, which owns its weight now; turning the layer back would "
-                "lose it. Call torch.nn.utils.parametrize.remove_parametrizations first."
+                f"restore: {name!r} got a parametrization after prepare, which owns its weight now; turning the layer back "
+                "would lose it. Call torch.nn.utils.parametrize.remove_parametrizations first."
             )
     for layer in layers.values():
         layer.detach()
