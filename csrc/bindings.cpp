@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that knows Python. Tensors come as raw addresses (checked on the Python side, ops/native.py), shapes as
-// plain integers, and the interpreter's lock is released while a kernel runs.
+// The only file that knows Python, but for bindings_norm.cpp. Tensors come as raw addresses (checked on the Python side,
+// ops/native.py), shapes as plain integers, and the interpreter's lock is released while a kernel runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
@@ -21,6 +21,8 @@
 
 namespace nb = nanobind;
 using namespace byteback;
+
+void bind_norm(nb::module_&);  // bindings_norm.cpp
 
 namespace {
 
@@ -133,4 +135,5 @@ NB_MODULE(_native, m) {
     m.def("cosine_terms", &cosine_terms);
     m.def("cosine_slope_terms", &cosine_slope_terms);
     m.def("dot_terms", &dot_terms);
+    bind_norm(m);
 }

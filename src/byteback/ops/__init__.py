@@ -2,7 +2,8 @@
 """FLOOR 0: tensors in, tensors out. Integer products, quantization and statistics; no recipe, no module.
 
 Read `limits.py` (the contract's numbers), `scale_rule.py` (what may be multiplied with what), `reference.py` and
-`statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema.py` (how PyTorch sees them).
+`statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema.py` (how PyTorch sees them);
+`normalize.py` for the passes of the fused block around a convolution, which are plain functions.
 
 Tensors of integers come as a pair (values: int8, scale: float32); the granularity is the shape of `scale`.
 """
@@ -15,10 +16,23 @@ import torch
 from torch import Tensor
 
 from byteback.ops import schema  # noqa: F401  (defines the operators)
+from byteback.ops.normalize import (
+    ACTIVATIONS,
+    Normalized,
+    channel_stats,
+    normalize,
+    normalize_grad,
+    normalize_grad_quantize,
+    normalize_grad_sums,
+    normalize_peak,
+)
 from byteback.ops.statistics import sum_channels
 
 __all__ = [
+    "ACTIVATIONS",
+    "Normalized",
     "absmax",
+    "channel_stats",
     "conv_int8",
     "conv_int8_grad_input",
     "conv_int8_grad_weight",
@@ -28,6 +42,11 @@ __all__ = [
     "matmul_int8",
     "moments",
     "noise_key",
+    "normalize",
+    "normalize_grad",
+    "normalize_grad_quantize",
+    "normalize_grad_sums",
+    "normalize_peak",
     "quantize",
     "sum_channels",
     "tail_count",

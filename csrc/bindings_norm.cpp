@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// The passes of norm.h for Python (ops/normalize_native.py). An address of 0 stands for a tensor that is not there.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+
+#include <array>
+
+#include "norm.h"
+#include "path.h"
+#include "rows.h"
+
+namespace nb = nanobind;
+using namespace byteback;
+
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// Every path but the generic one runs on a machine with AVX2.
+#ifdef BYTEBACK_AVX2
+#define BYTEBACK_CALL(name, ...) \
+    (static_cast<Path>(path) == Path::generic ? generic::name(__VA_ARGS__) : avx2::name(__VA_ARGS__))
+#else
+#define BYTEBACK_CALL(name, ...) ((void)path, generic::name(__VA_ARGS__))
+#endif
+
+Noise noise_of(Address key) {
+    const s64* words = at<const s64>(key);
+    return {key != 0, key ? static_cast<u32>(words[0]) : 0, key ? static_cast<u32>(words[1]) : 0};
+}
+
+void write_scales(const f32* clips, s64 count, f32* scales) {
+    for (s64 i = 0; i < count; ++i) scales[i] = is_live(clips[i]) ? clips[i] / static_cast<f32>(kMax) : 1.0f;
+}
+
+void write_counts(const Report& report, Address counts) {
+    at<s64>(counts)[0] = report.saturated;
+    at<s64>(counts)[1] = report.nonfinite;
+}
+
+Forward forward_of(s64 rows, s64 channels, Address x, Address a, Address b, Address residual, int activation) {
+    return {rows, channels, at<const f32>(x), at<const f32>(a), at<const f32>(b), at<const f32>(residual),
+            static_cast<Activation>(activation)};
+}
+
+// rows, channels, g, x, kind of x, its step and centre, a, b, mask, gate, p, q, r
+using BackwardNumbers = std::array<Address, 14>;
+
+Backward backward_of(const BackwardNumbers& n) {
+    const Kept x{at<const void>(n[3]), static_cast<Stored>(n[4]), at<const f32>(n[5]), at<const f32>(n[6])};
+    return {static_cast<s64>(n[0]), static_cast<s64>(n[1]), at<const f32>(n[2]), x, at<const f32>(n[7]), at<const f32>(n[8]),
+            at<const u8>(n[9]), static_cast<Gate>(n[10]), at<const f32>(n[11]), at<const f32>(n[12]), at<const f32>(n[13])};
+}
+
+void channel_stats(int path, s64 rows, s64 channels, Address x, Address total, Address squares, Address low, Address high,
+                   int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(channel_stats, rows, channels, at<const f32>(x), at<f64>(total), at<f64>(squares), at<f32>(low),
+                  at<f32>(high), threads);
+}
+
+void normalize_peak(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual, int activation,
+                    Address peak, int threads) {
+    nb::gil_scoped_release unlocked;
+    *at<f32>(peak) = BYTEBACK_CALL(normalize_peak, forward_of(rows, channels, x, a, b, residual, activation), threads);
+}
+
+void normalize(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual, int activation,
+               Address clip, Address values, Address scale, Address counts, Address output, Address mask, Address kept,
+               int kind, Address step, Address centre, int threads) {
+    nb::gil_scoped_release unlocked;
+    const f32 bound = clip ? *at<const f32>(clip) : 0.0f;
+    const Outcome to{at<f32>(output), at<u8>(mask), at<s8>(values), bound, at<void>(kept), static_cast<Stored>(kind),
+                     at<const f32>(step), at<const f32>(centre)};
+    const Report seen = BYTEBACK_CALL(normalize, forward_of(rows, channels, x, a, b, residual, activation), to, threads);
+    if (!clip) return;
+    write_scales(&bound, 1, at<f32>(scale));
+    write_counts(seen, counts);
+}
+
+void normalize_grad_sums(int path, const BackwardNumbers& from, Address total, Address dot, Address masked, int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(normalize_grad_sums, backward_of(from), at<f64>(total), at<f64>(dot), at<f32>(masked), threads);
+}
+
+void normalize_grad(int path, const BackwardNumbers& from, Address dx, int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(normalize_grad, backward_of(from), at<f32>(dx), threads);
+}
+
+void normalize_grad_quantize(int path, const BackwardNumbers& from, Address clip, Address key, Address values, Address scale,
+                             Address counts, Address peak, int threads) {
+    nb::gil_scoped_release unlocked;
+    const f32 bound = *at<const f32>(clip);
+    const Report seen =
+        BYTEBACK_CALL(normalize_grad_quantize, backward_of(from), bound, noise_of(key), at<s8>(values), threads);
+    write_scales(&bound, 1, at<f32>(scale));
+    write_counts(seen, counts);
+    *at<f32>(peak) = seen.peak;
+}
+
+void normalize_grad_moments(int path, const BackwardNumbers& from, Address dx, Address peak, Address total, Address squares,
+                            int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(normalize_grad_moments, backward_of(from), at<f32>(dx), at<f32>(peak), at<f64>(total), at<f64>(squares),
+                  threads);
+}
+
+void tail_count_pair(int path, s64 rows, s64 channels, Address x, Address each, Address all, Address over_each,
+                     Address over_all, int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(tail_count_pair, rows, channels, at<const f32>(x), at<const f32>(each), *at<const f32>(all),
+                  at<s64>(over_each), at<s64>(over_all), threads);
+}
+
+// Of each pair, first what belongs to the one clip, then what belongs to the clips per channel.
+void quantize_pair(int path, s64 rows, s64 channels, Address x, Address clip, Address clips, Address key,
+                   const std::array<Address, 2>& values, const std::array<Address, 2>& scale,
+                   const std::array<Address, 2>& counts, const std::array<Address, 2>& peak, int threads) {
+    nb::gil_scoped_release unlocked;
+    Report reports[2];
+    BYTEBACK_CALL(quantize_pair, rows, channels, at<const f32>(x), *at<const f32>(clip), at<const f32>(clips), noise_of(key),
+                  at<s8>(values[0]), at<s8>(values[1]), reports, threads);
+    write_scales(at<const f32>(clip), 1, at<f32>(scale[0]));
+    write_scales(at<const f32>(clips), channels, at<f32>(scale[1]));
+    for (int i = 0; i < 2; ++i) {
+        write_counts(reports[i], counts[i]);
+        *at<f32>(peak[i]) = reports[i].peak;
+    }
+}
+
+void pack_norm(int path, s64 rows, s64 channels, Address x, Address kept, int kind, Address step, Address centre,
+               int threads) {
+    nb::gil_scoped_release unlocked;
+    const Outcome to{nullptr, nullptr, nullptr, 0.0f, at<void>(kept), static_cast<Stored>(kind), at<const f32>(step),
+                     at<const f32>(centre)};
+    BYTEBACK_CALL(pack_norm, rows, channels, at<const f32>(x), to, threads);
+}
+
+}  // namespace
+
+void bind_norm(nb::module_& m) {
+    m.def("channel_stats", &channel_stats);
+    m.def("normalize_peak", &normalize_peak);
+    m.def("normalize", &normalize);
+    m.def("normalize_grad_sums", &normalize_grad_sums);
+    m.def("normalize_grad", &normalize_grad);
+    m.def("normalize_grad_quantize", &normalize_grad_quantize);
+    m.def("normalize_grad_moments", &normalize_grad_moments);
+    m.def("tail_count_pair", &tail_count_pair);
+    m.def("quantize_pair", &quantize_pair);
+    m.def("pack_norm", &pack_norm);
+}

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// The elementwise passes of the fused training block: convolution → BatchNorm → (residual add) → activation → int8.
+// src/byteback/ops/normalize_reference.py says the same in PyTorch; every float32 operation rounds once, in the order written.
+//
+// Tensors are dense channels-last rows (pixels in N, D, H, W order) of channels. Vectors hold one float32 per channel.
+// A mask has one bit per element, 1 where the gradient passes: byte c / 8 of a row of ceil(C / 8) bytes, bit c % 8.
+#pragma once
+
+#include "elementwise.h"
+
+namespace byteback {
+
+enum class Activation { none, relu, relu6, hardswish, silu };  // ACTIVATIONS of ops/normalize.py
+
+// How the input of BatchNorm was kept for backward: x = float(bf16), or x = float(q) * step[c] + centre[c].
+enum class Stored { f32, bf16, s8 };
+
+struct Kept {
+    const void* values;
+    Stored kind;
+    const f32* step;
+    const f32* centre;
+};
+
+// z = a * x + b, + residual where there is one; the value is activation(z).
+struct Forward {
+    s64 rows, channels;
+    const f32 *x, *a, *b, *residual;
+    Activation activation;
+};
+
+// What one forward pass writes; null where it is not wanted.
+struct Outcome {
+    f32* output;
+    u8* mask;
+    s8* values;  // by `clip`, to nearest
+    f32 clip;
+    void* kept;  // x as bf16 or as round((x - centre) * (1 / step)), for backward
+    Stored kind;
+    const f32 *step, *centre;
+};
+
+// What decides which gradient passes: everything, the bits of a mask, or z = a * x + b again.
+enum class Gate { open, mask, relu, relu6, hardswish, silu };
+
+// gm = g where the gate is open, else +0; for hardswish and silu gm = g * activation'(z). dx = (p * gm + q * x) + r.
+struct Backward {
+    s64 rows, channels;
+    const f32* g;
+    Kept x;
+    const f32 *a, *b;
+    const u8* mask;
+    Gate gate;
+    const f32 *p, *q, *r;
+};
+
+inline s64 mask_width(s64 channels) { return (channels + 7) / 8; }
+
+// exp(t) = 2^n * e^r, n = round(t * log2 e), r = (t - n * kLn2High) - n * kLn2Low; n * kLn2High is exact. e^r is its Taylor
+// polynomial of degree 7: ((c7 r + c6) r + ... + c2) * (r * r) + r + 1. Two factors make 2^n, so that n may leave a float's range.
+constexpr f32 kExpLowest = -87.0f, kExpHighest = 104.0f;  // below, 1 + exp(t) is 1; above, exp(t) is infinite
+constexpr f32 kLog2E = 1.44269504088896341f;
+constexpr f32 kLn2High = 0.693359375f, kLn2Low = -2.12194440054690583e-4f;
+constexpr f32 kExpTerms[6] = {1.0f / 5040.0f, 1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f};
+
+#define BYTEBACK_NORM_FUNCTIONS                                                                                              \
+    /* Per channel Σx, Σx² (ordered sums), min x and max x (NaN if any element is). */                                       \
+    void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* squares, f32* low, f32* high, int threads);    \
+    f32 normalize_peak(const Forward&, int threads);                                                                         \
+    Report normalize(const Forward&, const Outcome&, int threads);                                                           \
+    /* Per channel Σgm and Σ gm·x (ordered sums); gm itself where `masked` is not null. */                                   \
+    void normalize_grad_sums(const Backward&, f64* total, f64* dot, f32* masked, int threads);                               \
+    void normalize_grad(const Backward&, f32* dx, int threads);                                                              \
+    Report normalize_grad_quantize(const Backward&, f32 clip, Noise, s8* values, int threads);                               \
+    /* dx, and its moments as generic.h defines them. */                                                                     \
+    void normalize_grad_moments(const Backward&, f32* dx, f32* peak, f64* total, f64* squares, int threads);                 \
+    /* Per channel, how many |x| exceed each[c], and how many exceed `all`. */                                               \
+    void tail_count_pair(s64 rows, s64 channels, const f32* x, const f32* each, f32 all, s64* over_each, s64* over_all,      \
+                         int threads);                                                                                       \
+    /* Two int8 copies with the same noise: by one clip, and by a clip per channel. Both reports have the same peak. */      \
+    void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* clips, Noise, s8* by_tensor,               \
+                       s8* by_channel, Report reports[2], int threads);                                                      \
+    /* x as it is kept for backward, by itself. */                                                                           \
+    void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome&, int threads);
+
+namespace generic {
+BYTEBACK_NORM_FUNCTIONS
+}
+
+namespace avx2 {
+BYTEBACK_NORM_FUNCTIONS
+}
+
+}  // namespace byteback

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward passes of norm.h, eight floats at a time; norm_generic.cpp says the same in plain words.
+#include <immintrin.h>
+
+#include "avx2.h"
+#include "norm_rows_avx2.h"
+
+namespace byteback::avx2 {
+
+namespace {
+
+// z = a * x + b, + residual; from the run's first element on.
+template <class Lanes>
+BYTEBACK_INLINE __m256 forward_z(const Forward& run, s64 e, __m256 x, Lanes lanes) {
+    const __m256 z = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(run.a + e), x), _mm256_loadu_ps(run.b + e));
+    return run.residual ? _mm256_add_ps(z, lanes.load(run.residual + e)) : z;
+}
+
+Forward started(Forward from, s64 row) {
+    from.x += row * from.channels;
+    if (from.residual) from.residual += row * from.channels;
+    return from;
+}
+
+template <Activation activation>
+struct PeakKernel {
+    Forward whole, run;
+    __m256i peak[4];
+
+    PeakKernel(const Forward& from, s64 together) : whole(from) {
+        const Constants k({from.a, from.b}, from.channels, together);
+        whole.a = k[0], whole.b = k[1];
+        for (__m256i& p : peak) p = _mm256_setzero_si256();
+    }
+
+    BYTEBACK_INLINE void start(s64 row) { run = started(whole, row); }
+
+    template <class Lanes>
+    BYTEBACK_INLINE void see(int v, s64 e, Lanes lanes) {
+        const __m256 value = activate<activation>(forward_z(run, e, lanes.load(run.x + e), lanes));
+        peak[v] = _mm256_max_epi32(peak[v], magnitude(lanes.only(value)));
+    }
+    BYTEBACK_INLINE void block(s64 e) {
+        for (int v = 0; v < 4; ++v) see(v, e + 8 * v, AllLanes{});
+    }
+    template <class Lanes>
+    BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
+        see(0, e, lanes);
+    }
+
+    Report report() const {
+        Tally tally;
+        for (const __m256i& p : peak) tally.peak = _mm256_max_epi32(tally.peak, p);
+        return tally.report();
+    }
+};
+
+// What is kept of x for backward; null `values`: nothing.
+struct Keeper {
+    void* values;
+    Stored kind;
+    const f32 *centre, *inverse;
+
+    template <class Lanes>
+    BYTEBACK_INLINE void keep(s64 at, s64 k, __m256 x, Lanes lanes) const {
+        if (kind == Stored::bf16)
+            keep_bf16(static_cast<u16*>(values) + at, x, lanes);
+        else
+            keep_bytes(static_cast<s8*>(values) + at, x, centre + k, inverse + k, lanes);
+    }
+};
+
+// `inverse` has room for the channels' 1 / step.
+void fill_inverse(const Outcome& to, s64 channels, s64 together, f32* inverse) {
+    if (!to.kept || to.kind != Stored::s8) return;
+    for (s64 e = 0; e < channels * together; ++e) inverse[e] = 1.0f / to.step[e % channels];
+}
+
+template <Activation activation>
+struct ApplyKernel {
+    Forward whole, run;
+    Outcome to;
+    Clip clip;
+    Tally tally;
+    Keeper keeper;
+    s64 at = 0, mask_row = 0;
+
+    ApplyKernel(const Forward& from, const Outcome& outcome, s64 together) : whole(from), to(outcome), clip(outcome.clip) {
+        const Constants k({from.a, from.b, outcome.centre, nullptr}, from.channels, together);
+        whole.a = k[0], whole.b = k[1];
+        fill_inverse(outcome, from.channels, together, k[3]);
+        keeper = {outcome.kept, outcome.kind, k[2], k[3]};
+    }
+
+    BYTEBACK_INLINE void start(s64 row) {
+        run = started(whole, row);
+        at = row * whole.channels;
+        mask_row = row * mask_width(whole.channels);
+    }
+
+    // Everything but the int8, whose int32 are returned.
+    template <class Lanes>
+    BYTEBACK_INLINE __m256i one(s64 e, Lanes lanes) {
+        const __m256 x = lanes.load(run.x + e), z = forward_z(run, e, x, lanes), value = activate<activation>(z);
+        if (to.mask) to.mask[mask_row + e / 8] = static_cast<u8>(_mm256_movemask_ps(lanes.only(passes<activation>(z))));
+        if (to.output) lanes.store(to.output + at + e, value);
+        if (keeper.values) keeper.keep(at + e, e, x, lanes);
+        return to.values ? _mm256_cvtps_epi32(tally.scaled(lanes.only(value), clip)) : _mm256_setzero_si256();
+    }
+    BYTEBACK_INLINE void block(s64 e) {
+        __m256i q[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) q[v] = one(e + 8 * v, AllLanes{});
+        if (to.values) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.values + at + e), packed32(q));
+    }
+    template <class Lanes>
+    BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
+        const __m256i q = one(e, lanes);
+        if (to.values) lanes.store_bytes(to.values + at + e, packed8(q));
+    }
+};
+
+struct KeepKernel {
+    const f32* x;
+    s64 channels, at = 0;
+    Keeper keeper;
+
+    KeepKernel(const f32* from, const Outcome& to, s64 all_channels, s64 together) : x(from), channels(all_channels) {
+        const Constants k({to.centre, nullptr}, channels, together);
+        fill_inverse(to, channels, together, k[1]);
+        keeper = {to.kept, to.kind, k[0], k[1]};
+    }
+
+    BYTEBACK_INLINE void start(s64 row) { at = row * channels; }
+    BYTEBACK_INLINE void block(s64 e) {
+        for (int v = 0; v < 4; ++v) vector(e + 8 * v, AllLanes{});
+    }
+    template <class Lanes>
+    BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
+        keeper.keep(at + e, e, lanes.load(x + at + e), lanes);
+    }
+};
+
+// Two int8 copies of x with the same noise.
+struct PairKernel {
+    const f32* x;
+    s64 channels, at = 0;
+    Clip clip;
+    f32 *inverse, *bound;  // per channel
+    Noise noise;
+    PairNoise state;
+    s8 *by_tensor, *by_channel;
+    Tally tensor_tally, channel_tally;
+
+    PairKernel(const f32* from, s64 all_channels, f32 one, const f32* clips, Noise n, s8* first, s8* second, s64 together)
+        : x(from), channels(all_channels), clip(one), noise(n), state(n, 0), by_tensor(first), by_channel(second) {
+        const Constants k({nullptr, nullptr}, channels, together);
+        inverse = k[0], bound = k[1];
+        for (s64 e = 0; e < channels * together; ++e) {
+            const f32 c = clips[e % channels];
+            inverse[e] = is_live(c) ? inverse_scale(c) : 0.0f;
+            bound[e] = is_live(c) ? c : std::numeric_limits<f32>::infinity();
+        }
+    }
+
+    BYTEBACK_INLINE void start(s64 row) {
+        at = row * channels;
+        if (noise.stochastic) state = PairNoise(noise, row * ceil_div(channels, 2));
+    }
+
+    template <class Lanes>
+    BYTEBACK_INLINE void one(s64 e, __m256i u, Lanes lanes, __m256i& q, __m256i& q_channel) {
+        const __m256 v = lanes.load(x + at + e);
+        __m256 y = tensor_tally.scaled(v, clip);
+        __m256 y_channel = channel_tally.scaled(v, Clip(_mm256_loadu_ps(inverse + e), _mm256_loadu_ps(bound + e)));
+        if (noise.stochastic) y = PairNoise::round(y, u), y_channel = PairNoise::round(y_channel, u);
+        q = _mm256_cvtps_epi32(y), q_channel = _mm256_cvtps_epi32(y_channel);
+    }
+    BYTEBACK_INLINE void block(s64 e) {
+        __m256i u[4] = {}, q[4], q_channel[4];
+        if (noise.stochastic) state.next16(u[0], u[1]), state.next16(u[2], u[3]);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) one(e + 8 * v, u[v], AllLanes{}, q[v], q_channel[v]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(by_tensor + at + e), packed32(q));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(by_channel + at + e), packed32(q_channel));
+    }
+    template <class Lanes>
+    BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
+        __m256i u = _mm256_setzero_si256(), q, q_channel;
+        if (noise.stochastic) u = state.next8();
+        one(e, u, lanes, q, q_channel);
+        lanes.store_bytes(by_tensor + at + e, packed8(q));
+        lanes.store_bytes(by_channel + at + e, packed8(q_channel));
+    }
+};
+
+}  // namespace
+
+f32 normalize_peak(const Forward& from, int threads) {
+    auto parts = no_reports(threads);
+    with_activation(from.activation, [&](auto activation) {
+        using Kernel = PeakKernel<decltype(activation)::is>;
+        walk_rows(
+            from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, together); },
+            [&](int thread, const Kernel& kernel) { parts[thread] = kernel.report(); });
+    });
+    return joined(parts).peak;
+}
+
+Report normalize(const Forward& from, const Outcome& to, int threads) {
+    auto parts = no_reports(threads);
+    with_activation(from.activation, [&](auto activation) {
+        using Kernel = ApplyKernel<decltype(activation)::is>;
+        walk_rows(
+            from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, to, together); },
+            [&](int thread, const Kernel& kernel) { parts[thread] = kernel.tally.report(); });
+    });
+    return joined(parts);
+}
+
+void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome& to, int threads) {
+    walk_rows(
+        rows, channels, threads, [&](s64 together) { return KeepKernel(x, to, channels, together); },
+        [](int, const KeepKernel&) {});
+}
+
+void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* clips, Noise noise, s8* by_tensor,
+                   s8* by_channel, Report reports[2], int threads) {
+    auto first = no_reports(threads), second = no_reports(threads);
+    walk_rows(
+        rows, channels, threads,
+        [&](s64 together) { return PairKernel(x, channels, clip, clips, noise, by_tensor, by_channel, together); },
+        [&](int thread, const PairKernel& kernel) {
+            first[thread] = kernel.tensor_tally.report();
+            second[thread] = kernel.channel_tally.report();
+        });
+    reports[0] = joined(first), reports[1] = joined(second);
+}
+
+}  // namespace byteback::avx2

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradient of the fused block, written as floats or as int8; norm_generic.cpp says the same in plain words.
+#include <immintrin.h>
+
+#include "avx2.h"
+#include "norm_rows_avx2.h"
+
+namespace byteback::avx2 {
+
+namespace {
+
+template <Stored stored, Gate gate>
+struct GradientRun {
+    Backward from;
+    s64 at = 0, mask_row = 0;
+
+    GradientRun(const Backward& given, s64 together) : from(with_constants(given, constants_of(given, together))) {}
+
+    BYTEBACK_INLINE void start(s64 row) {
+        at = row * from.channels;
+        mask_row = row * mask_width(from.channels);
+    }
+
+    template <class Lanes>
+    BYTEBACK_INLINE __m256 dx(s64 e, Lanes lanes) const {
+        const __m256 x = kept_value<stored>(from.x, at + e, e, lanes);
+        const __m256 gm = gated<gate>(lanes.load(from.g + at + e), x, from, e, mask_row + e / 8);
+        const __m256 from_g = _mm256_mul_ps(_mm256_loadu_ps(from.p + e), gm);
+        const __m256 from_x = _mm256_mul_ps(_mm256_loadu_ps(from.q + e), x);
+        return _mm256_add_ps(_mm256_add_ps(from_g, from_x), _mm256_loadu_ps(from.r + e));
+    }
+};
+
+template <Stored stored, Gate gate>
+struct FloatKernel {
+    GradientRun<stored, gate> run;
+    f32* result;
+
+    BYTEBACK_INLINE void start(s64 row) { run.start(row); }
+    BYTEBACK_INLINE void block(s64 e) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) vector(e + 8 * v, AllLanes{});
+    }
+    template <class Lanes>
+    BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
+        lanes.store(result + run.at + e, run.dx(e, lanes));
+    }
+};
+
+template <Stored stored, Gate gate>
+struct ByteKernel {
+    GradientRun<stored, gate> run;
+    Clip clip;
+    Noise noise;
+    s8* result;
+    PairNoise state;
+    Tally tally;
+
+    ByteKernel(const Backward& from, f32 bound, Noise n, s8* values, s64 together)
+        : run(from, together), clip(bound), noise(n), result(values), state(n, 0) {}
+
+    BYTEBACK_INLINE void start(s64 row) {
+        run.start(row);
+        if (noise.stochastic) state = PairNoise(noise, row * ceil_div(run.from.channels, 2));
+    }
+
+    template <class Lanes>
+    BYTEBACK_INLINE __m256 scaled(s64 e, Lanes lanes) {
+        return tally.scaled(lanes.only(run.dx(e, lanes)), clip);
+    }
+    BYTEBACK_INLINE void block(s64 e) {
+        __m256 y[4];
+        __m256i q[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) y[v] = scaled(e + 8 * v, AllLanes{});
+        if (noise.stochastic) {
+            __m256i u[4];
+            state.next16(u[0], u[1]), state.next16(u[2], u[3]);
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; ++v) y[v] = PairNoise::round(y[v], u[v]);
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) q[v] = _mm256_cvtps_epi32(y[v]);  // half to even; exact after floor
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(result + run.at + e), packed32(q));
+    }
+    template <class Lanes>
+    BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
+        __m256 y = scaled(e, lanes);
+        if (noise.stochastic) y = PairNoise::round(y, state.next8());
+        lanes.store_bytes(result + run.at + e, packed8(_mm256_cvtps_epi32(y)));
+    }
+};
+
+}  // namespace
+
+void normalize_grad(const Backward& from, f32* dx, int threads) {
+    with_backward(from, [&](auto stored, auto gate) {
+        using Kernel = FloatKernel<decltype(stored)::is, decltype(gate)::is>;
+        walk_rows(
+            from.rows, from.channels, threads, [&](s64 together) { return Kernel{{from, together}, dx}; },
+            [](int, const Kernel&) {});
+    });
+}
+
+Report normalize_grad_quantize(const Backward& from, f32 clip, Noise noise, s8* values, int threads) {
+    auto parts = no_reports(threads);
+    with_backward(from, [&](auto stored, auto gate) {
+        using Kernel = ByteKernel<decltype(stored)::is, decltype(gate)::is>;
+        walk_rows(
+            from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, clip, noise, values, together); },
+            [&](int thread, const Kernel& kernel) { parts[thread] = kernel.tally.report(); });
+    });
+    return joined(parts);
+}
+
+}  // namespace byteback::avx2

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused block's elementwise passes in plain PyTorch: what `normalize.py` promises, on any device.
+
+Legend: x, g, residual are (N, C, ...); vectors (a, b, p, q, r) hold one float32 per channel. Every operation is float32 and
+rounds once, in the order written; sums are the ordered float64 sums of statistics.py. Results lie channels last.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from byteback.ops import reference, statistics
+
+# exp(t) = 2^n · e^r: n = round(t · log2 e), r = (t - n · LN2_HIGH) - n · LN2_LOW (n · LN2_HIGH is exact), e^r by Taylor.
+_EXP_LOWEST, _EXP_HIGHEST = -87.0, 104.0  # below, 1 + exp(t) is 1; above, exp(t) is infinite
+_LOG2_E = 1.44269504088896341
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440054690583e-4
+_EXP_TERMS = (5040.0, 720.0, 120.0, 24.0, 6.0, 2.0)
+
+Kept = Tensor | tuple[Tensor, Tensor, Tensor]
+"""BatchNorm's input as it was kept: float32, bfloat16, or (values int8, step (C,), centre (C,))."""
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """x with dense (N, ..., C) memory."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def column(vector: Tensor, x: Tensor) -> Tensor:
+    """A vector over the channels, shaped to broadcast over x."""
+    return vector.reshape(1, -1, *(1,) * (x.dim() - 2))
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    # PyTorch may evaluate a division by a Python number as a product with its reciprocal, which rounds twice.
+    return torch.full_like(like, value)
+
+
+def _power_of_two(n: Tensor) -> Tensor:
+    return ((n + 127) << 23).view(torch.float32)
+
+
+def exponential(t: Tensor) -> Tensor:
+    """exp(t) as a fixed sequence of float32 operations; relative error below 3e-7.
+
+    >>> exponential(torch.tensor([0.0, 1.0, -1000.0, 1000.0])).tolist()
+    [1.0, 2.7182817459106445, 1.645811...e-38, inf]
+    """
+    number = lambda value: torch.tensor(value, dtype=torch.float32, device=t.device)  # noqa: E731
+    t = torch.where(t < _EXP_LOWEST, _EXP_LOWEST, torch.where(t > _EXP_HIGHEST, _EXP_HIGHEST, t))
+    n = torch.round(t * number(_LOG2_E))
+    r = (t - n * number(_LN2_HIGH)) - n * number(_LN2_LOW)
+    terms = [number(1.0) / number(term) for term in _EXP_TERMS]
+    total = terms[0].expand_as(r)
+    for term in terms[1:]:
+        total = total * r + term
+    total = (total * (r * r) + r) + 1.0
+    whole = torch.where(torch.isnan(n), 0.0, n).to(torch.int32)
+    half = whole >> 1
+    return (total * _power_of_two(half)) * _power_of_two(whole - half)
+
+
+def _above_zero(z: Tensor) -> Tensor:
+    """max(z, 0); a NaN stays one, -0 becomes +0."""
+    return torch.where(z <= 0.0, 0.0, z)
+
+
+def _below_six(z: Tensor) -> Tensor:
+    return torch.where(z > 6.0, 6.0, z)
+
+
+def activate(z: Tensor, activation: str) -> Tensor:
+    """The activation itself."""
+    if activation == "relu":
+        return _above_zero(z)
+    if activation == "relu6":
+        return _below_six(_above_zero(z))
+    if activation == "hardswish":
+        return (z * _below_six(_above_zero(z + 3.0))) / _number(6.0, z)
+    if activation == "silu":
+        return z / (1.0 + exponential(-z))
+    return z
+
+
+def passes(z: Tensor, activation: str) -> Tensor:
+    """Where none, relu and relu6 let the gradient through."""
+    if activation == "none":
+        return torch.ones_like(z, dtype=torch.bool)
+    return (z > 0.0) & (z < 6.0) if activation == "relu6" else z > 0.0
+
+
+def _slope(z: Tensor, activation: str) -> Tensor:
+    """The derivative of hardswish and silu."""
+    if activation == "hardswish":
+        return torch.where(z < -3.0, 0.0, torch.where(z <= 3.0, z / _number(3.0, z) + 0.5, 1.0))
+    s = _number(1.0, z) / (1.0 + exponential(-z))
+    return s * (1.0 + z * (1.0 - s))
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+def pack_mask(bits: Tensor) -> Tensor:
+    """(N, C, ...) booleans as (pixels, ceil(C / 8)) bytes: bit c % 8 of byte c // 8, padding bits 0."""
+    rows = statistics.rows_of(bits)
+    rows = torch.nn.functional.pad(rows.to(torch.uint8), (0, -rows.shape[1] % 8))
+    weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=bits.device)
+    return (rows.reshape(rows.shape[0], rows.shape[1] // 8, 8) * weights).sum(-1, dtype=torch.uint8)
+
+
+def unpack_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """The booleans of a mask, shaped as x."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    bits = (mask.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : x.shape[1]]
+    return bits.bool().reshape(x.movedim(1, -1).shape).movedim(-1, 1)
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = statistics.rows_of(x)
+    wide = rows.double()
+    total, squares = statistics.ordered_sum(wide), statistics.ordered_sum(wide * wide)
+    if rows.shape[0] == 0:
+        return total, squares, x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
+    return total, squares, rows.amin(0) + 0.0, rows.amax(0) + 0.0  # adding +0 leaves one kind of zero
+
+
+def _z(x: Tensor, a: Tensor, b: Tensor, residual: Tensor | None) -> Tensor:
+    z = column(a, x) * x + column(b, x)
+    return z if residual is None else z + residual
+
+
+def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Tensor | None, activation: str) -> Tensor:
+    return statistics.absmax(activate(_z(x, a, b, residual), activation), -1).reshape(())
+
+
+def normalize(
+    x: Tensor, a: Tensor, b: Tensor, residual: Tensor | None, activation: str, clip: Tensor | None, want_mask: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """values, scale, output, mask, counts."""
+    z = _z(x, a, b, residual)
+    output = channels_last(activate(z, activation))
+    mask = pack_mask(passes(z, activation)) if want_mask else None
+    if clip is None:
+        return None, None, output, mask, None
+    values, scale, counts, _ = reference.quantize(output, clip.reshape((1,) * x.dim()), None)
+    return values, scale, output, mask, counts
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def kept_value(x: Kept) -> Tensor:
+    """BatchNorm's input as backward sees it."""
+    if isinstance(x, Tensor):
+        return x.to(torch.float32)
+    values, step, centre = x
+    return values.to(torch.float32) * column(step, values) + column(centre, values)
+
+
+def masked_gradient(g: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, mask: Tensor | None, activation: str) -> Tensor:
+    """gm, the gradient of z."""
+    smooth = activation in ("hardswish", "silu")
+    if mask is not None and not smooth:
+        return torch.where(unpack_mask(mask, g), g, 0.0)
+    if activation == "none":
+        return g
+    assert a is not None and b is not None
+    z = _z(x, a, b, None)
+    return g * _slope(z, activation) if smooth else torch.where(passes(z, activation), g, 0.0)
+
+
+def normalize_grad_sums(
+    g: Tensor, x: Kept, a: Tensor | None, b: Tensor | None, mask: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = kept_value(x)
+    masked = masked_gradient(g, wide, a, b, mask, activation)
+    rows = statistics.rows_of(masked).double()
+    dot = statistics.ordered_sum(rows * statistics.rows_of(wide).double())
+    return statistics.ordered_sum(rows), dot, channels_last(masked)
+
+
+def normalize_grad(
+    g: Tensor,
+    x: Kept,
+    a: Tensor | None,
+    b: Tensor | None,
+    mask: Tensor | None,
+    activation: str,
+    p: Tensor,
+    q: Tensor,
+    r: Tensor,
+) -> Tensor:
+    wide = kept_value(x)
+    gm = masked_gradient(g, wide, a, b, mask, activation)
+    return channels_last((column(p, g) * gm + column(q, g) * wide) + column(r, g))

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proves the fused block's passes: every path gives the reference's bits, and the reference is BatchNorm's mathematics.
+
+Bits are compared as integers, so +0.0 and -0.0 differ; only NaN counts as equal to NaN, whatever its payload.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from byteback import ops
+from byteback.ops import native, normalize_reference
+
+NATIVE = [path for path in native.available() if path != "reference"]
+# Rows around blocks of 64 and the tree's powers of two; channels around vectors of 8, blocks of 32 and pairs.
+SHAPES = [(1, 1), (5, 3), (65, 17), (64, 8), (3, 1000), (2, 4, 33), (2, 24, 9, 9), (3, 7, 5, 9), (1, 1, 13, 11),
+          (2, 40, 16, 17), (1, 65, 8, 8), (4, 64, 33, 31), (2, 3, 5, 4, 7), (1, 16, 3, 8, 9), (2, 1030, 3, 3)]  # fmt: skip
+SPECIAL = [math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0, -0.0, 1e-42, 6.0, 3.0, -3.0, 88.8, -88.8, 1e-30]
+by_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+by_activation = pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+with_native = pytest.mark.skipif(not NATIVE, reason="this build has no native library")
+
+
+def drawn(shape: tuple[int, ...], seed: int, special: bool = True, scale: float = 3.0) -> Tensor:
+    """Random numbers of many magnitudes, some of them special; channels last for odd seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * scale * torch.exp(torch.randn(shape, generator=generator))
+    if special:
+        flat = x.view(-1)
+        at = torch.randint(0, flat.numel(), (max(flat.numel() // 50, 1),), generator=generator)
+        flat[at] = torch.tensor(SPECIAL)[torch.arange(len(at)) % len(SPECIAL)]
+    return laid_out(x, bool(seed % 2))
+
+
+def laid_out(x: Tensor, last: bool) -> Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x.contiguous()
+
+
+def vectors(channels: int, count: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(channels, generator=generator) for _ in range(count)]
+
+
+def same(actual: Any, expected: Any) -> bool:
+    """The same bits, NaN for NaN; also for tuples and None."""
+    if isinstance(expected, tuple):
+        return len(actual) == len(expected) and all(map(same, actual, expected))
+    if expected is None or actual is None:
+        return actual is expected
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    if expected.is_floating_point():
+        nan = torch.isnan(expected)
+        if not torch.equal(torch.isnan(actual), nan):
+            return False
+        kind = {4: torch.int32, 8: torch.int64, 2: torch.int16}[expected.element_size()]
+        actual, expected = (torch.where(nan, 1.0, t).contiguous().view(kind) for t in (actual, expected))
+    return torch.equal(actual, expected)
+
+
+def lies_channels_last(x: Tensor) -> bool:
+    return x.movedim(1, -1).is_contiguous()
+
+
+def agree(call: Any) -> Any:
+    """Calls on every path with one and two threads; all results must be the reference's, which is returned."""
+    with native.path("reference"):
+        expected = call()
+    for path, threads in itertools.product(NATIVE, (1, 2)):
+        torch.set_num_threads(threads)
+        with native.path(path):
+            actual = call()
+        assert same(actual, expected), f"{path} with {threads} threads differs from the reference"
+        for tensor in actual if isinstance(actual, tuple) else ():
+            if isinstance(tensor, Tensor) and tensor.dim() >= 3:
+                assert lies_channels_last(tensor)
+    return expected
+
+
+@pytest.fixture(autouse=True)
+def _threads(restore_threads: None) -> Iterator[None]:
+    yield
+
+
+def key_of(number: int) -> Tensor:
+    return torch.tensor([number * 2654435761 % 2**32, number * 40503 % 2**32], dtype=torch.int64)
+
+
+# ---- every path gives the reference's bits ---------------------------------------------------------------------------
+
+
+@with_native
+@by_shape
+@pytest.mark.parametrize("special", [False, True], ids=["finite", "special"])
+def test_channel_stats_agree(shape: tuple[int, ...], special: bool) -> None:
+    for seed in (0, 1):
+        x = drawn(shape, seed, special)
+        total, squares, low, high = agree(lambda x=x: ops.channel_stats(x))
+        peak, moment, second = ops.moments(x)
+        assert same(total, moment.flatten()) and same(squares, second.flatten())
+        assert same(torch.maximum(low.abs(), high.abs()), peak.flatten())
+
+
+@with_native
+@by_shape
+@by_activation
+def test_forward_agrees(shape: tuple[int, ...], activation: str) -> None:
+    for seed, with_residual in itertools.product((0, 1), (False, True)):
+        x = drawn(shape, seed)
+        residual = drawn(shape, seed + 11) if with_residual else None
+        a, b = vectors(shape[1], 2, seed)
+        peak = agree(lambda args=(x, a, b, residual, activation): ops.normalize_peak(*args))
+        clips = [None, torch.tensor(1.5), torch.tensor([0.0]), peak]
+        for clip, (want_float, want_mask) in zip(clips, itertools.product((True, False), (True, False)), strict=True):
+            args = (x, a, b, residual, activation, clip)
+            result = agree(lambda args=args, f=want_float, m=want_mask: ops.normalize(*args, want_float=f, want_mask=m))
+            assert (result.output is not None) == want_float
+            assert (result.mask is not None) == (want_mask and activation in ("none", "relu", "relu6"))
+            assert (result.values is None) == (clip is None)
+
+
+@with_native
+@by_shape
+@by_activation
+def test_backward_agrees(shape: tuple[int, ...], activation: str) -> None:
+    for seed, with_mask in itertools.product((0, 1), (False, True)):
+        g, x = drawn(shape, seed), drawn(shape, seed + 6, special=seed == 0)
+        a, b, p, q, r = vectors(shape[1], 5, seed)
+        pixels = g.numel() // shape[1]
+        mask = normalize_reference.pack_mask(drawn(shape, seed + 3) > 0) if with_mask else None
+        assert mask is None or mask.shape == (pixels, -(-shape[1] // 8))
+        gate = (g, x, a, b, mask, activation)
+        agree(lambda gate=gate: ops.normalize_grad_sums(*gate, want_masked=False))
+        total, dot, masked = agree(lambda gate=gate: ops.normalize_grad_sums(*gate, want_masked=True))
+        full = (*gate, p, q, r)
+        dx = agree(lambda full=full: ops.normalize_grad(*full))
+        with native.path("reference"):
+            assert same(dx, (p.reshape(1, -1, *[1] * (x.dim() - 2)) * masked + q.reshape(1, -1, *[1] * (x.dim() - 2)) * x)
+                        + r.reshape(1, -1, *[1] * (x.dim() - 2)))  # fmt: skip
+        for clip, key in ((torch.tensor(2.5), None), (torch.tensor([2.5]), key_of(7)), (torch.tensor(0.0), key_of(1))):
+            result = agree(lambda full=full, c=clip, k=key: ops.normalize_grad_quantize(*full, c, k))
+            assert same(result, ops.quantize(dx, clip.reshape([1] * x.dim()), key))
+
+
+@with_native
+def test_none_without_a_mask_needs_no_vectors() -> None:
+    g, x = drawn((2, 24, 5, 5), 1), drawn((2, 24, 5, 5), 3)
+    p, q, r = vectors(24, 3, 0)
+    agree(lambda: ops.normalize_grad_sums(g, x, None, None, None, "none", want_masked=True))
+    agree(lambda: ops.normalize_grad(g, x, None, None, None, "none", p, q, r))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 3, 0, 4), (0, 5), (2, 0, 4, 4)], ids=str)
+def test_empty_tensors(shape: tuple[int, ...]) -> None:
+    x, vector = torch.zeros(shape), torch.ones(shape[1])
+    for result in agree(lambda: ops.channel_stats(x)):
+        assert result.tolist() == [0.0] * shape[1]
+    assert agree(lambda: ops.normalize_peak(x, vector, vector, None, "relu")).item() == 0.0
+    clip = torch.tensor(2.0)
+    result = agree(lambda: ops.normalize(x, vector, vector, x, "relu", clip, want_float=True, want_mask=True))
+    assert result.values.shape == result.output.shape == shape and result.counts.tolist() == [0, 0]
+    total, dot, masked = agree(lambda: ops.normalize_grad_sums(x, x, vector, vector, result.mask, "relu", want_masked=True))
+    assert total.tolist() == dot.tolist() == [0.0] * shape[1] and masked.shape == shape
+    full = (x, x, vector, vector, None, "silu", vector, vector, vector)
+    assert agree(lambda: ops.normalize_grad(*full)).shape == shape
+    values, _, counts, peak = agree(lambda: ops.normalize_grad_quantize(*full, clip, key_of(3)))
+    assert values.shape == shape and counts.tolist() == [0, 0] and peak.item() == 0.0
+
+
+# ---- the reference is what it says -----------------------------------------------------------------------------------
+
+
+def test_exponential_is_accurate_and_saturates() -> None:
+    t = torch.cat([torch.linspace(-87, 88.7, 200_001), torch.linspace(-1e-3, 1e-3, 1001)])
+    exact = t.double().exp()
+    assert ((normalize_reference.exponential(t).double() - exact).abs() / exact).max() < 3e-7
+    ends = torch.tensor([-1e30, -math.inf, 89.0, 1e30, math.inf, math.nan])
+    low, lower, *high, nan = normalize_reference.exponential(ends).tolist()
+    assert 0 <= low == lower < 1e-37 and high == [math.inf] * 3 and math.isnan(nan)
+
+
+@by_activation
+def test_activations_are_pytorchs(activation: str) -> None:
+    z = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor([-1e4, 1e4, 88.0, -88.0, 95.0, -95.0])])
+    z = z[(z - 3).abs() > 1e-6]  # at the kink PyTorch's hardswish takes the other derivative
+    z = z[(z + 3).abs() > 1e-6].requires_grad_()
+    theirs = {"none": lambda v: v * 1, "relu": F.relu, "relu6": F.relu6, "hardswish": F.hardswish, "silu": F.silu}[activation](
+        z
+    )
+    theirs.sum().backward()
+    one, zero = torch.ones(1), torch.zeros(1)
+    x = z.detach().reshape(-1, 1)
+    y = ops.normalize(x, one, zero, None, activation, None, want_float=True, want_mask=False).output
+    assert y is not None and z.grad is not None
+    torch.testing.assert_close(y.flatten(), theirs.detach(), rtol=1e-6, atol=1e-6)
+    gm = ops.normalize_grad_sums(torch.ones_like(x), x, one, zero, None, activation, want_masked=True)[2]
+    torch.testing.assert_close(gm.flatten(), z.grad, rtol=1e-5, atol=2e-6)
+
+
+def test_special_values_of_relu() -> None:
+    x = torch.tensor([[math.nan], [-0.0], [-1.0], [math.inf], [-math.inf]])
+    y = ops.normalize(x, torch.ones(1), torch.full((1,), -0.0), None, "relu", None, want_float=True, want_mask=True)
+    assert y.output is not None and y.mask is not None
+    assert same(y.output, torch.tensor([[math.nan], [0.0], [0.0], [math.inf], [0.0]]))
+    assert y.mask.flatten().tolist() == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5, 7), (2, 24, 6, 6)], ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "relu6"])
+def test_values_are_those_of_quantize(shape: tuple[int, ...], activation: str) -> None:
+    x, residual = drawn(shape, 1), drawn(shape, 2)
+    a, b = vectors(shape[1], 2, 0)
+    for clip in (torch.tensor(3.0), torch.tensor(2.0**-101), torch.tensor(math.inf), torch.tensor(math.nan)):
+        result = ops.normalize(x, a, b, residual, activation, clip, want_float=True, want_mask=False)
+        values, scale, counts, _ = ops.quantize(result.output, clip.reshape(1, 1, 1, 1))
+        assert same((result.values, result.scale, result.counts), (values, scale, counts))
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
+def test_a_block_is_batch_norm_relu_and_their_gradients(with_residual: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 24, 9, 9).contiguous(memory_format=torch.channels_last).requires_grad_()
+    residual = torch.randn(4, 24, 9, 9).requires_grad_()
+    weight, bias = torch.randn(24).requires_grad_(), torch.randn(24).requires_grad_()
+    g = torch.randn(4, 24, 9, 9)
+    y = F.batch_norm(x, None, None, weight, bias, training=True, eps=1e-5)
+    y = F.relu(y + residual if with_residual else y)
+    y.backward(g)
+    with torch.no_grad():
+        count = x.numel() / 24
+        total, squares, _, _ = ops.channel_stats(x)
+        mean = total / count
+        rstd = 1 / torch.sqrt(squares / count - mean * mean + 1e-5)
+        a, b = (weight * rstd).float(), (bias - weight * rstd * mean).float()
+        extra = residual if with_residual else None
+        ours = ops.normalize(x, a, b, extra, "relu", None, want_float=True, want_mask=True)
+        torch.testing.assert_close(ours.output, y)
+        total, dot, masked = ops.normalize_grad_sums(g, x, a, b, ours.mask, "relu", want_masked=True)
+        grad_weight = (dot - mean * total) * rstd
+        p, q = a, -(a * rstd * grad_weight / count).float()
+        r = (a * (rstd * mean * grad_weight - total) / count).float()
+        dx = ops.normalize_grad(g, x, a, b, ours.mask, "relu", p, q, r)
+        torch.testing.assert_close(dx, x.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grad_weight.float(), weight.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(total.float(), bias.grad, rtol=1e-4, atol=1e-4)
+        if with_residual:
+            torch.testing.assert_close(masked, residual.grad)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_refused() -> None:
+    x, v = torch.zeros(2, 3, 4, 4), torch.zeros(3)
+    keywords = {"want_float": True, "want_mask": False}
+    with pytest.raises(TypeError, match=r"x has dtype torch.float64"):
+        ops.channel_stats(x.double())
+    with pytest.raises(ValueError, match="needs an N and a C axis"):
+        ops.channel_stats(v)
+    with pytest.raises(ValueError, match=r"a has shape \(4,\), but there are 3 channels"):
+        ops.normalize_peak(x, torch.zeros(4), v, None, "relu")
+    with pytest.raises(ValueError, match="activation 'gelu' is unknown"):
+        ops.normalize_peak(x, v, v, None, "gelu")
+    with pytest.raises(ValueError, match="residual has shape"):
+        ops.normalize(x, v, v, x[:1], "relu", None, **keywords)
+    with pytest.raises(ValueError, match="clip has shape"):
+        ops.normalize(x, v, v, None, "relu", torch.ones(1, 3, 1, 1), **keywords)
+    with pytest.raises(ValueError, match="mask has shape"):
+        ops.normalize_grad_sums(x, x, v, v, torch.zeros(3, 1, dtype=torch.uint8), "relu", want_masked=False)
+    with pytest.raises(TypeError, match="a is None"):
+        ops.normalize_grad_sums(x, x, None, v, None, "relu", want_masked=False)
