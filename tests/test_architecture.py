@@ -27,7 +27,7 @@ FLOORS = {
     "quantize": 1,
     "recipes": 2,
     "nn": 3,
-    **dict.fromkeys(("convert", "fuse", "lr_scaling", "report", "export"), 4),
+    **dict.fromkeys(("fuse", "bind", "convert", "lr_scaling", "report", "export"), 4),
     "__init__": 5,  # the public names show floors 0 to 4; the trainer and the command line are users of them
     **dict.fromkeys(("train", "bench"), 6),
     "cli": 7,
@@ -35,7 +35,7 @@ FLOORS = {
 }
 LEAVES = {"tables": set(), "memory": set(), "torchvision_compat": set(), "models": {"torchvision_compat"}}
 # Rooms of floor 4 may use each other downwards in this order only, or two of them could need each other.
-FOURTH_FLOOR = ["convert", "fuse", "lr_scaling", "report", "export"]
+FOURTH_FLOOR = ["fuse", "bind", "convert", "lr_scaling", "report", "export"]
 CORE_MAY_IMPORT = {"byteback", "torch", "numpy", *sys.stdlib_module_names}
 # Optional, so only inside the function that needs it.
 LAZY = {"tables": {"rich"}, "torchvision_compat": {"torchvision"}, "models": {"torchvision"}}

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from byteback.nn import Int8Layer
+from byteback.bind import BLOCK_REASON, BLOCK_TEXT, bind_blocks
+from byteback.fuse import find_blocks
+from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.layer import Shared, begin_forward, end_forward, weight_number
 from byteback.nn.subclass import INT8_CLASSES, int8_class
 from byteback.recipes import Recipe, resolve
@@ -26,17 +28,20 @@ FLOAT_REASON = "byteback_float_reason"
 # Attributes and methods that Int8Layer adds to a torch layer.
 OWN_NAMES = (
     *("recipe", "enabled", "hooked", "scaling", "quantizers", "int8_name", "int8_shared", "int8_calls"),
-    *("attach", "detach", "channels", "run", "rank", "backward_slot", "learning_rate_factor", "watch_for_hook"),
+    *("attach", "detach", "channels", "run", "runs_int8", "rank", "next_slot", "check_dtypes", "int8_block", "backward_slot", "learning_rate_factor", "watch_for_hook"),
 )
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def prepare(model: nn.Module, recipe: Recipe | str = "unified-int8", *, keep_float: Sequence[str] = ()) -> nn.Module:
+def prepare(
+    model: nn.Module, recipe: Recipe | str = "unified-int8", *, keep_float: Sequence[str] = (), fuse: bool = True
+) -> nn.Module:
     """Makes the model train in int8, in place, and returns it.
 
     The first convolution and every Linear stay float unless the recipe says otherwise, as in the papers. `keep_float`
-    lists shell wildcards of layers (or of modules, with all that is in them) that stay float too.
+    lists shell wildcards of layers (or of modules, with all that is in them) that stay float too. Convolutions run as one block
+    with the norm, residual add and activation that follow them, unless `fuse` is False.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     >>> prepare(model, "plain-int8")[2].__class__.__name__
@@ -53,6 +58,7 @@ def prepare(model: nn.Module, recipe: Recipe | str = "unified-int8", *, keep_flo
             reasons[name] = "the first convolution, as in the papers"
     if all(reason is not None for reason in reasons.values()):
         raise ValueError(_nothing_to_convert(model, reasons))
+    plan = find_blocks(model) if fuse else None
     shared, seed = Shared(), torch.initial_seed()
     for number, (name, module) in enumerate(layers.items()):
         reason = reasons[name]
@@ -64,6 +70,8 @@ def prepare(model: nn.Module, recipe: Recipe | str = "unified-int8", *, keep_flo
         module.__class__ = int8_class(type(module))
         assert isinstance(module, Int8Layer)
         module.attach(recipe, seed=seed, layer=noise, name=name or type(model).__name__, shared=shared)
+    if plan is not None:
+        bind_blocks(model, plan, recipe)
     model.register_forward_pre_hook(begin_forward)
     model.register_forward_hook(end_forward, always_call=True)
     return model
@@ -86,7 +94,11 @@ def restore(model: nn.Module) -> nn.Module:
     for layer in layers.values():
         layer.detach()
     for module in model.modules():
+        if isinstance(module, FusedConvolution):
+            module.detach()
         module.__dict__.pop(FLOAT_REASON, None)
+        module.__dict__.pop(BLOCK_REASON, None)
+        module.__dict__.pop(BLOCK_TEXT, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for handle, hook in list(hooks.items()):
                 if hook in (begin_forward, end_forward):
@@ -99,6 +111,9 @@ def enabled(model: nn.Module, on: bool = True) -> nn.Module:
     """Switches a prepared model to float (False) and back to int8 (True): for a warm-up, or to find a problem."""
     for layer in int8_layers(model, "enabled").values():
         layer.enabled = bool(on)
+    for module in model.modules():
+        if isinstance(module, FusedConvolution):
+            module.enabled = bool(on)
     return model
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from byteback import ops, tables
+from byteback.bind import BLOCK_REASON, BLOCK_TEXT
 from byteback.convert import FLOAT_REASON, int8_layers
 from byteback.nn import Int8Layer
 from byteback.quantize import CLIP, DEVIATION, GAUSSIAN, SATURATED, Memory, Quantizer, direction_deviation
@@ -23,7 +24,7 @@ _PRODUCTS = ("output", "grad_input", "grad_weight")
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One convolution or Linear layer: what its three products run in, and why where that is float."""
+    """One convolution or Linear layer: what its three products run in, why where that is float, and the block it begins."""
 
     name: str
     kind: str
@@ -32,6 +33,7 @@ class LayerSummary:
     output: str
     grad_input: str
     grad_weight: str
+    block: str
     note: str
 
 
@@ -58,10 +60,11 @@ class Summary(list[LayerSummary]):
     def _table(self) -> tuple[str, list[str], list[list[str]], int]:
         int8 = [row for row in self if "int8" in (row.output, row.grad_input, row.grad_weight)]
         share = sum(row.parameters for row in int8) / max(sum(row.parameters for row in self), 1)
-        title = f"{self.recipe}: {len(int8)} of {len(self)} layers in int8, {share:.0%} of their weights"
-        columns = ["layer", "kind", "shape", "note", "output", "grad_input", "grad_weight"]
-        rows = [[r.name, r.kind, r.shape, r.note, r.output, r.grad_input, r.grad_weight] for r in self]
-        return title, columns, rows, 4
+        blocks = sum(row.block != "" for row in self)
+        title = f"{self.recipe}: {len(int8)} of {len(self)} layers in int8, {share:.0%} of their weights; {blocks} fused blocks"
+        columns = ["layer", "kind", "shape", "block", "note", "output", "grad_input", "grad_weight"]
+        rows = [[r.name, r.kind, r.shape, r.block, r.note, r.output, r.grad_input, r.grad_weight] for r in self]
+        return title, columns, rows, 5
 
     def __str__(self) -> str:
         return tables.as_text(*self._table())
@@ -122,7 +125,9 @@ def summary(model: nn.Module) -> Summary:
             continue
         kind = type(module).__name__
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        result.append(LayerSummary(name or kind, kind, _shape(module), size, runs[0], runs[1], runs[2], note))
+        block, why_none = getattr(module, BLOCK_TEXT, ""), getattr(module, BLOCK_REASON, "")
+        note = "; ".join(part for part in (note, f"not fused: {why_none}" if why_none else "") if part)
+        result.append(LayerSummary(name or kind, kind, _shape(module), size, runs[0], runs[1], runs[2], block, note))
     return result
 
 

@@ -5,8 +5,8 @@ Read `functional.py` (where the three products meet), then `layer.py` (what the 
 `numerics.py` (what a layer remembers) and `products.py` (the products themselves).
 """
 
-from byteback.nn.conv import Int8Conv1d, Int8Conv2d, Int8Conv3d
+from byteback.nn.conv import FusedConvolution, Int8Conv1d, Int8Conv2d, Int8Conv3d
 from byteback.nn.layer import Int8Layer
 from byteback.nn.linear import Int8Linear
 
-__all__ = ["Int8Conv1d", "Int8Conv2d", "Int8Conv3d", "Int8Layer", "Int8Linear"]
+__all__ = ["FusedConvolution", "Int8Conv1d", "Int8Conv2d", "Int8Conv3d", "Int8Layer", "Int8Linear"]

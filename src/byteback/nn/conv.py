@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Int8Conv1d, Int8Conv2d, Int8Conv3d: torch's convolutions with all three products in int8.
+"""Int8Conv1d, Int8Conv2d, Int8Conv3d: torch's convolutions with all three products in int8. FusedConv1d, 2d, 3d: float
+convolutions that stay float, but whose norm and activation run as one block with them.
 
 Every option of the torch layer works. Zero padding goes to the kernel; the other padding modes, and 'same' padding that
 needs an uneven border, pad the float input first, which autograd takes back.
@@ -13,13 +14,59 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from byteback.nn.begin import BoundBlock, begin_block, may_fuse
 from byteback.nn.layer import Int8Layer, weight_number
+from byteback.nn.pending import settled
 from byteback.nn.products import ConvProducts
 from byteback.recipes import Recipe
 
 
-class _Int8Conv(Int8Layer):
-    """The forward pass that the three classes share."""
+class _Convolution:
+    """The geometry of a call, for all classes here."""
+
+    int8_name: str
+    int8_block: BoundBlock | None
+
+    def _products(self: Any, input: Tensor) -> tuple[Tensor, ConvProducts, bool]:
+        """The input as a batch with what the kernel cannot pad itself, the products, and whether it was a batch already."""
+        spatial = len(self.kernel_size)
+        batched = input.dim() == spatial + 2
+        x = input if batched else input.unsqueeze(0)
+        if x.dim() != spatial + 2 or x.shape[1] != self.in_channels:
+            raise ValueError(
+                f"{self.int8_name}: input has shape {tuple(input.shape)}, but this layer takes (N, {self.in_channels}, ...) "
+                f"with {spatial} spatial axes, or one such sample without N. Check what feeds it."
+            )
+        x, padding = self._pad(x)
+        self._check_reach(x, padding)
+        return x, ConvProducts(self.stride, padding, self.dilation, self.groups), batched
+
+    def _check_reach(self: Any, x: Tensor, padding: tuple[int, ...]) -> None:
+        geometry = zip(self.kernel_size, self.dilation, x.shape[2:], padding, strict=True)
+        for axis, (kernel, dilation, size, border) in enumerate(geometry):
+            reach = dilation * (kernel - 1) + 1
+            if reach > size + 2 * border:
+                raise ValueError(
+                    f"{self.int8_name}: the kernel reaches over {reach} pixels on spatial axis {axis}, but the padded input "
+                    f"has only {size + 2 * border} there, so no output pixel exists. Use a larger image or more padding."
+                )
+
+    def _pad(self: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """The input with what the kernel cannot pad itself, and the symmetric zero padding that it can."""
+        border: list[int] = self._reversed_padding_repeated_twice
+        none = (0,) * (len(border) // 2)
+        if self.padding_mode != "zeros":
+            return F.pad(x, border, mode=self.padding_mode), none
+        pairs = list(zip(border[0::2], border[1::2], strict=True))[::-1]
+        if all(left == right for left, right in pairs):
+            return x, tuple(left for left, _ in pairs)
+        return F.pad(x, border), none
+
+
+class _Int8Conv(_Convolution, Int8Layer):
+    """The forward pass that the three int8 classes share."""
+
+    int8_block: BoundBlock | None = None
 
     def __init__(self, *args: Any, recipe: Recipe | str = "unified-int8", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,44 +77,73 @@ class _Int8Conv(Int8Layer):
 
     def forward(self, input: Tensor) -> Tensor:
         """output = input ⋆ weight + bias."""
+        input = settled(input)
         if not self.enabled:
             return super().forward(input)
-        spatial = len(self.kernel_size)  # type: ignore[arg-type]
-        batched = input.dim() == spatial + 2
-        x = input if batched else input.unsqueeze(0)
-        if x.dim() != spatial + 2 or x.shape[1] != self.in_channels:
-            raise ValueError(
-                f"{self.int8_name}: input has shape {tuple(input.shape)}, but this layer takes (N, {self.in_channels}, ...) "
-                f"with {spatial} spatial axes, or one such sample without N. Check what feeds it."
-            )
-        x, padding = self._pad(x)
-        self._check_reach(x, padding)
-        products = ConvProducts(self.stride, padding, self.dilation, self.groups)  # type: ignore[arg-type]
+        x, products, batched = self._products(input)
+        if batched and may_fuse(self, x):
+            self.check_dtypes(x)
+            return begin_block(self, x, products, self.next_slot())
         output = self.run(x, products)
         if self.bias is not None:
-            output = output + self.bias.to(output.dtype).reshape(1, -1, *(1,) * spatial)  # type: ignore[operator]
+            output = output + self.bias.to(output.dtype).reshape(1, -1, *(1,) * len(self.kernel_size))  # type: ignore
         return output if batched else output.squeeze(0)
 
-    def _check_reach(self, x: Tensor, padding: tuple[int, ...]) -> None:
-        geometry = zip(self.kernel_size, self.dilation, x.shape[2:], padding, strict=True)  # type: ignore[arg-type]
-        for axis, (kernel, dilation, size, border) in enumerate(geometry):
-            reach = dilation * (kernel - 1) + 1
-            if reach > size + 2 * border:
-                raise ValueError(
-                    f"{self.int8_name}: the kernel reaches over {reach} pixels on spatial axis {axis}, but the padded input "
-                    f"has only {size + 2 * border} there, so no output pixel exists. Use a larger image or more padding."
-                )
 
-    def _pad(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """The input with what the kernel cannot pad itself, and the symmetric zero padding that it can."""
-        border: list[int] = self._reversed_padding_repeated_twice  # type: ignore[assignment]
-        none = (0,) * (len(border) // 2)
-        if self.padding_mode != "zeros":
-            return F.pad(x, border, mode=self.padding_mode), none  # type: ignore[arg-type]
-        pairs = list(zip(border[0::2], border[1::2], strict=True))[::-1]
-        if all(left == right for left, right in pairs):
-            return x, tuple(left for left, _ in pairs)
-        return F.pad(x, border), none
+class FusedConvolution(_Convolution):
+    """A float convolution that begins a block. Turned into one by `attach`, back by `detach`, in place."""
+
+    float_class: type[nn.Module]
+    recipe: Recipe
+    enabled: bool
+
+    def attach(self, recipe: Recipe, name: str, block: BoundBlock) -> None:
+        """Binds the block."""
+        self.recipe, self.int8_name, self.int8_block, self.enabled = recipe, name, block, True
+
+    def detach(self) -> None:
+        """Makes the layer the plain torch layer that it was."""
+        for attribute in ("recipe", "int8_name", "int8_block", "enabled"):
+            del self.__dict__[attribute]
+        self.__class__ = self.float_class  # type: ignore[assignment]
+
+    def runs_int8(self, product: str) -> bool:
+        """Never."""
+        return False
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """output = input ⋆ weight + bias, in float."""
+        input = settled(input)
+        fits = input.dim() == len(self.kernel_size) + 2 and input.shape[1] == self.in_channels
+        if not self.enabled or not fits or self.weight.dtype != torch.float32 or not may_fuse(self, input):
+            return super().forward(input)  # type: ignore[misc, no-any-return]
+        x, products, _ = self._products(input)
+        return begin_block(self, x, products, 0)
+
+
+class FusedConv1d(FusedConvolution, nn.Conv1d):
+    """nn.Conv1d in float, in a block."""
+
+    float_class = nn.Conv1d
+
+
+class FusedConv2d(FusedConvolution, nn.Conv2d):
+    """nn.Conv2d in float, in a block."""
+
+    float_class = nn.Conv2d
+
+
+class FusedConv3d(FusedConvolution, nn.Conv3d):
+    """nn.Conv3d in float, in a block."""
+
+    float_class = nn.Conv3d
+
+
+FUSED_CLASSES: dict[type[nn.Module], type[FusedConvolution]] = {
+    nn.Conv1d: FusedConv1d,
+    nn.Conv2d: FusedConv2d,
+    nn.Conv3d: FusedConv3d,
+}
 
 
 class Int8Conv1d(_Int8Conv, nn.Conv1d):

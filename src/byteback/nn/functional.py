@@ -14,14 +14,16 @@ Saved for backward: the int8 tensors and their scales (for a product that the re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from byteback.nn.activation import SHARED_RULE, numbers, source_of
 from byteback.nn.products import Products
-from byteback.quantize import QTensor, quantize_fresh
+from byteback.ops import layout
+from byteback.quantize import Adopted, QTensor, quantize_fresh
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -37,38 +39,113 @@ class Int8Product(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, layer: Int8Layer, products: Products, slot: int, with_grad: bool
     ) -> Tensor:
-        recipe = layer.recipe
         # needs_input_grad stays true under no_grad, where no backward will come.
         for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
-        x_q = w_q = None
-        if recipe.output or (for_weight and recipe.grad_weight):
-            x_q = _quantize_input(layer, x, slot, for_weight and recipe.grad_weight)
-        if recipe.output or (for_input and recipe.grad_input):
-            w_q = quantize_fresh(weight, layer.quantizers.handles["weight"], layer.quantizers.iteration)
-        if recipe.output:
-            assert x_q is not None and w_q is not None
-            output = products.output(x_q, w_q)
-        else:
-            output = products.float_output(x, weight)
+        output, kept = forward_product(x, weight, layer, products, slot, for_input, for_weight)
+        if source_of(x) is not None and not layout.is_channels_last(x) and not layout.is_channels_last(weight):
+            output = output.contiguous()  # a block's integers lie channels last, whatever the model's memory format
         ctx.layer, ctx.products, ctx.slot, ctx.training = layer, products, slot, layer.training
         ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
-        ctx.save_for_backward(
-            *(x_q if x_q is not None and for_weight and recipe.grad_weight else (None, None)),
-            *(w_q if w_q is not None and for_input and recipe.grad_input else (None, None)),
-            x if for_weight and not recipe.grad_weight else None,
-            weight if for_input and not recipe.grad_input else None,
-        )
+        ctx.save_for_backward(*kept)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            grads = _gradients(ctx, grad_output)
-        if torch.is_grad_enabled():
-            # The anchor needs a gradient, which grad_output itself may not: that of a plain sum is a constant.
-            anchor = torch.zeros((), device=grad_output.device, requires_grad=True)
-            grads = _RefuseSecond.apply(ctx.layer.int8_name, anchor, *grads)
-        return (*grads, None, None, None, None)
+            grads = backward_products(ctx, Operands(*ctx.saved_tensors), FloatGradient(grad_output), ctx.needs_input_grad)
+        return (*refuse_second(ctx.layer.int8_name, grad_output, grads), None, None, None, None)
+
+
+class Operands(NamedTuple):
+    """What a forward product keeps for the two backward ones: integers, or floats for a product that runs in float."""
+
+    x_values: Tensor | None = None
+    x_scale: Tensor | None = None
+    w_values: Tensor | None = None
+    w_scale: Tensor | None = None
+    x: Tensor | None = None
+    w: Tensor | None = None
+
+
+class Gradient(Protocol):
+    """The gradient of a product's output, which a fused block may be able to quantize without writing it out."""
+
+    def written(self) -> Tensor: ...
+
+    def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...
+
+
+class FloatGradient(NamedTuple):
+    """A gradient that exists as a float tensor."""
+
+    tensor: Tensor
+
+    def written(self) -> Tensor:
+        return self.tensor
+
+    def quantized(self, clip: Tensor, key: Tensor | None) -> None:
+        return None
+
+
+def forward_product(
+    x: Tensor, weight: Tensor, layer: Int8Layer, products: Products, slot: int, for_input: bool, for_weight: bool
+) -> tuple[Tensor, Operands]:
+    """The output, and what its gradients will need."""
+    int8_output, int8_input, int8_weight = (layer.runs_int8(product) for product in ("output", "grad_input", "grad_weight"))
+    x_q = w_q = None
+    if int8_output or (for_weight and int8_weight):
+        x_q = _quantize_input(layer, x, slot, for_weight and int8_weight)
+    if int8_output or (for_input and int8_input):
+        w_q = quantize_fresh(weight, layer.quantizers.handles["weight"], layer.quantizers.iteration)
+    if int8_output:
+        assert x_q is not None and w_q is not None
+        output = products.output(x_q, w_q)
+    else:
+        output = products.float_output(numbers(x), weight)
+    kept = Operands(
+        *(x_q if x_q is not None and for_weight and int8_weight else (None, None)),
+        *(w_q if w_q is not None and for_input and int8_input else (None, None)),
+        numbers(x) if for_weight and not int8_weight else None,
+        weight if for_input and not int8_input else None,
+    )
+    return output, kept
+
+
+def backward_products(
+    ctx: Any, kept: Operands, gradient: Gradient, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """grad_input and grad_weight. ctx has layer, products, slot, training, input_size and weight_size."""
+    layer, products = ctx.layer, ctx.products
+    for_input, for_weight = needs[0], needs[1]
+    g_q, g_q_for_weight = _quantize_gradient(
+        layer,
+        gradient,
+        ctx.slot,
+        ctx.training,
+        for_input and kept.w_values is not None,
+        for_weight and kept.x_values is not None,
+    )
+    grad_input = grad_weight = None
+    if g_q is not None:
+        assert kept.w_values is not None and kept.w_scale is not None
+        grad_input = products.grad_input(g_q, QTensor(kept.w_values, kept.w_scale), ctx.input_size)
+    elif for_input:
+        grad_input = products.float_grad_input(gradient.written(), kept.w, ctx.input_size)
+    if g_q_for_weight is not None:
+        assert kept.x_values is not None and kept.x_scale is not None
+        grad_weight = products.grad_weight(g_q_for_weight, QTensor(kept.x_values, kept.x_scale), ctx.weight_size)
+    elif for_weight:
+        grad_weight = products.float_grad_weight(gradient.written(), kept.x, ctx.weight_size)
+    return grad_input, grad_weight
+
+
+def refuse_second(name: str, grad_output: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients, made to refuse a second differentiation where one was prepared for."""
+    if not torch.is_grad_enabled():
+        return grads
+    # The anchor needs a gradient, which grad_output itself may not: that of a plain sum is a constant.
+    anchor = torch.zeros((), device=grad_output.device, requires_grad=True)
+    return _RefuseSecond.apply(name, anchor, *grads)  # type: ignore[no-any-return]
 
 
 class _RefuseSecond(Function):
@@ -89,10 +166,26 @@ class _RefuseSecond(Function):
 
 
 def _quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: bool) -> QTensor:
-    """Training: the batch's own clip. Eval: the tracked one, or per sample where no grad_weight will sum over N."""
+    """Training: the batch's own clip. Eval: the tracked one, or per sample where no grad_weight will sum over N.
+
+    The output of a fused block may have its integers already, or make them under a clip without ever being float.
+    """
     numerics = layer.quantizers
     settings = numerics.handles["input"]
-    if layer.training or layer.recipe.eval_clip == "batch":
+    source = source_of(x) if numerics.settings["input"].rule == SHARED_RULE else None
+    own_clip = layer.training or layer.recipe.eval_clip == "batch"
+    if source is not None:
+        if own_clip:
+            clip, x_q, counts = source.int8()
+        else:
+            tracked = numerics.input.tracked_clip(max(slot, 0), layer.int8_shared.is_counting())
+            clip, x_q, counts = source.int8(tracked) if tracked is not None else (None, None, None)
+        if x_q is not None:
+            remember = layer.training and slot != RECOMPUTED
+            adopted = Adopted(x_q, clip, counts, lambda: numbers(x))
+            return numerics.input.adopt(adopted, settings, numerics.iteration, numerics.nonfinite, max(slot, 0), remember)
+    x = numbers(x)
+    if own_clip:
         remember = layer.training and slot != RECOMPUTED
         return numerics.input.quantize(
             x, settings, numerics.iteration, numerics.nonfinite, slot=max(slot, 0), remember=remember
@@ -102,43 +195,19 @@ def _quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: boo
     )
 
 
-def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x_values, x_scale, w_values, w_scale, x_float, w_float = ctx.saved_tensors
-    layer, products = ctx.layer, ctx.products
+def _quantize_gradient(
+    layer: Int8Layer, gradient: Gradient, slot: int, training: bool, for_input: bool, for_weight: bool
+) -> tuple[QTensor | None, QTensor | None]:
+    """grad_output for grad_input and for grad_weight: one copy for both, or two that share their noise."""
+    if not for_input and not for_weight:
+        return None, None
     if "quantizers" not in layer._modules:
         raise RuntimeError(
             "backward: this layer was restored to float between forward and backward, so its int8 gradient has nowhere to go. "
             "Call byteback.restore(model) after backward."
         )
-    recipe = layer.recipe
-    for_input, for_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-    g_q, g_q_for_weight = _quantize_gradient(
-        layer,
-        grad_output,
-        layer.backward_slot(ctx.slot),
-        ctx.training,
-        for_input and recipe.grad_input,
-        for_weight and recipe.grad_weight,
-    )
-    grad_input = grad_weight = None
-    if g_q is not None:
-        grad_input = products.grad_input(g_q, QTensor(w_values, w_scale), ctx.input_size)
-    elif for_input:
-        grad_input = products.float_grad_input(grad_output, w_float, ctx.input_size)
-    if g_q_for_weight is not None:
-        grad_weight = products.grad_weight(g_q_for_weight, QTensor(x_values, x_scale), ctx.weight_size)
-    elif for_weight:
-        grad_weight = products.float_grad_weight(grad_output, x_float, ctx.weight_size)
-    return grad_input, grad_weight
-
-
-def _quantize_gradient(
-    layer: Int8Layer, grad_output: Tensor, slot: int, training: bool, for_input: bool, for_weight: bool
-) -> tuple[QTensor | None, QTensor | None]:
-    """grad_output for grad_input and for grad_weight: one copy for both, or two that share their noise."""
-    if not for_input and not for_weight:
-        return None, None
     numerics = layer.quantizers
+    slot = layer.backward_slot(slot)
     layer.watch_for_hook()
     iteration = numerics.iteration.clone()  # both copies see the same one, also where the backward pass counts it
     key = numerics.next_noise_key(layer.rank(), count_iteration=training and not layer.hooked)
@@ -147,7 +216,12 @@ def _quantize_gradient(
         noise = key if numerics.settings[field].rule.rounding == "stochastic" else None
         quantizer = getattr(numerics, field)
         settings = numerics.handles[field]
-        return quantizer.quantize(grad_output, settings, iteration, numerics.nonfinite, noise, slot, training)
+        held = quantizer.quantize_held(
+            gradient.quantized, settings, iteration, numerics.nonfinite, noise, slot, training
+        )
+        if held is not None:
+            return held
+        return quantizer.quantize(gradient.written(), settings, iteration, numerics.nonfinite, noise, slot, training)
 
     if numerics.grad_output_for_weight is None:
         shared = quantize("grad_output")

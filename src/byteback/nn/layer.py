@@ -101,7 +101,12 @@ class Int8Layer(_Base):
             self.scaling.drop(self)
         for attribute in ("recipe", "enabled", "hooked", "scaling", "int8_name", "int8_shared", "int8_calls"):
             del self.__dict__[attribute]
+        self.__dict__.pop("int8_block", None)
         self.__class__ = self.float_class  # type: ignore[assignment]
+
+    def runs_int8(self, product: str) -> bool:
+        """Whether "output", "grad_input" or "grad_weight" runs in int8."""
+        return bool(getattr(self.recipe, product))
 
     def channels(self) -> tuple[int, int]:
         """(C, K): input and output channels."""
@@ -122,9 +127,9 @@ class Int8Layer(_Base):
 
     def run(self, x: Tensor, products: Products) -> Tensor:
         """The product without bias, under the dtype rules above."""
-        self._check_dtypes(x)
+        self.check_dtypes(x)
         device = x.device.type
-        slot, with_grad = self._next_slot(), torch.is_grad_enabled()
+        slot, with_grad = self.next_slot(), torch.is_grad_enabled()
         if not torch.is_autocast_enabled(device):
             return Int8Product.apply(x, self.weight, self, products, slot, with_grad)
         dtype = torch.get_autocast_dtype(device)
@@ -132,7 +137,8 @@ class Int8Layer(_Base):
             output = Int8Product.apply(x.float(), self.weight, self, products, slot, with_grad)
         return output.to(dtype)
 
-    def _check_dtypes(self, x: Tensor) -> None:
+    def check_dtypes(self, x: Tensor) -> None:
+        """Refuses what no int8 product can take."""
         if self.weight.dtype != torch.float32:
             raise TypeError(
                 f"{self.int8_name}: weight is {self.weight.dtype}, but int8 training keeps its master weights in float32. "
@@ -151,7 +157,7 @@ class Int8Layer(_Base):
 
     # ---- call slots ----
 
-    def _next_slot(self) -> int:
+    def next_slot(self) -> int:
         if _recomputing():
             return RECOMPUTED
         if not self.int8_shared.is_counting():

@@ -35,3 +35,19 @@ def empty_like_product(shape: list[int], *operands: Tensor) -> Tensor:
     last = not empty and any(is_channels_last(operand) for operand in operands)
     memory_format = _CHANNELS_LAST[len(shape)] if last else torch.contiguous_format
     return torch.empty(shape, dtype=torch.float32, device=operands[0].device, memory_format=memory_format)
+
+
+def dense_strides(shape: list[int], channels_last: bool) -> tuple[int, ...]:
+    """The strides of a dense tensor of this shape, contiguous or with its channels last.
+
+    >>> dense_strides([2, 3, 4, 5], True)
+    (60, 1, 15, 3)
+    """
+    order = list(range(len(shape) - 1, -1, -1))
+    if channels_last and len(shape) in _CHANNELS_LAST:
+        order = [1, *range(len(shape) - 1, 1, -1), 0]
+    strides, step = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)

@@ -14,6 +14,7 @@ from byteback.quantize.quantizer import (
     DEVIATION,
     GAUSSIAN,
     SATURATED,
+    Adopted,
     NonFiniteError,
     Quantizer,
     Settings,
@@ -24,6 +25,7 @@ from byteback.quantize.quantizer import (
 from byteback.quantize.rule import TensorRule
 
 __all__ = [
+    "Adopted",
     "CALL_SLOTS",
     "CLIP",
     "Choice",

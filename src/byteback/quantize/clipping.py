@@ -58,6 +58,10 @@ class ClipRule:
         """The clip for x, one for the whole tensor (axis -1) or one for each index of `axis`."""
         raise NotImplementedError(f"{type(self).__name__}.choose: a clip rule must say how it chooses its clip")
 
+    def held(self, memory: Memory) -> Tensor | None:
+        """The clip of a rule that need not see the tensor this time, one entry per scale; None where it must."""
+        return None
+
     def search_period(self) -> int:
         """Iterations between two searches; 1 for a rule that chooses anew every time."""
         return 1

@@ -249,6 +249,77 @@ define(
 )
 
 
+class Adopted(NamedTuple):
+    """A tensor that somebody else has quantized under its own maximum (or under a clip that was asked for)."""
+
+    q: QTensor
+    clip: Tensor
+    counts: Tensor  # (saturated, nonfinite)
+    x: Callable[[], Tensor]  # the float tensor, where its direction has to be measured
+
+
+def _adopt(adopted: Adopted, buffers: Buffers, iteration: Tensor, settings: Settings, slot: int, remember: bool) -> QTensor:
+    """What `_remembering` does for a rule without memory, once the integers exist."""
+    q, clip, counts, make_x = adopted
+    saturated, bad = counts.tolist()
+    if bad:
+        if remember:
+            buffers.nonfinite.add_(1)
+        policy = settings if remember else _outside_training(settings)
+        return QTensor(*_refuse(q.values.clone(), q.scale.clone(), policy, bad, int(iteration)))
+    count = q.values.numel()
+    if not remember or not count:
+        return q
+    now = int(iteration)
+    _write_down(buffers, slot, Choice(clip, remember=clip), now)
+    observed = buffers.observed[slot]
+    observed[SATURATED] = saturated / count
+    observed[CLIP] = clip
+    if now % settings.observe_every == 0:
+        observed[DEVIATION] = direction_deviation(ops.dot_terms(make_x(), q.values, q.scale))
+    if buffers.tracked is not None:
+        _track(buffers.tracked[slot], clip, bool(buffers.seen[slot]), settings.momentum)
+    buffers.seen[slot] = 1.0
+    return q
+
+
+QuantizeUnder = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor, Tensor] | None]
+"""(clip, key) -> (values, scale, counts, peak) of a tensor that does not exist as floats; None where it does."""
+
+
+def _under_held_clip(
+    quantize: QuantizeUnder,
+    buffers: Buffers,
+    iteration: Tensor,
+    key: Tensor | None,
+    settings: Settings,
+    slot: int,
+    remember: bool,
+) -> QTensor | None:
+    """The step of a clip that is held for a period; None where the rule must see the tensor itself."""
+    now = int(iteration)
+    rule = settings.rule.clip
+    if not rule.looks_back or not bool(buffers.initialized[slot]) or now % settings.observe_every == 0:
+        return None
+    held = rule.held(Memory(buffers.clip[slot], True, int(buffers.updated_at[slot]), now))
+    if held is None:
+        return None
+    made = quantize(held.clone(), key)
+    if made is None:
+        return None
+    values, scale, counts, peak = made
+    saturated, bad = counts.tolist()
+    share = saturated / max(values.numel(), 1)
+    if bad or rule.is_stale(Choice(held), share, float(peak)):
+        return None
+    if remember and values.numel():
+        observed = buffers.observed[slot]
+        observed[SATURATED] = share
+        observed[CLIP] = held.amax()
+        buffers.seen[slot] = 1.0
+    return QTensor(values, scale)
+
+
 def quantize_fresh(x: Tensor, settings: int, iteration: Tensor) -> QTensor:
     """x as int8 by a rule that needs no memory; `settings` is registered."""
     if torch.compiler.is_compiling():
@@ -310,10 +381,42 @@ class Quantizer(nn.Module):
         remember: bool = True,
     ) -> QTensor:
         """x as int8, with the clip that the rule of the registered `settings` chooses now."""
-        buffers = Buffers(self.clip, self.initialized, self.updated_at, self.observed, self.seen, self.tracked, nonfinite)
+        buffers = self._buffers_with(nonfinite)
         if torch.compiler.is_compiling():
             return QTensor(*torch.ops.byteback.quantize_remembering(x, *buffers, iteration, key, settings, slot, remember))
         return QTensor(*_remembering(x, buffers, iteration, key, _settings[settings], slot, remember))
+
+    def _buffers_with(self, nonfinite: Tensor) -> Buffers:
+        return Buffers(self.clip, self.initialized, self.updated_at, self.observed, self.seen, self.tracked, nonfinite)
+
+    def adopt(
+        self, adopted: Adopted, settings: int, iteration: Tensor, nonfinite: Tensor, slot: int, remember: bool
+    ) -> QTensor:
+        """Takes over integers that were made elsewhere, and remembers what `quantize` would have."""
+        return _adopt(adopted, self._buffers_with(nonfinite), iteration, _settings[settings], slot, remember)
+
+    def quantize_held(
+        self,
+        quantize: QuantizeUnder,
+        settings: int,
+        iteration: Tensor,
+        nonfinite: Tensor,
+        key: Tensor | None,
+        slot: int,
+        remember: bool,
+    ) -> QTensor | None:
+        """The integers under a clip that is known in advance, made by `quantize`; None where the tensor has to be seen."""
+        if torch.compiler.is_compiling():
+            return None
+        buffers = self._buffers_with(nonfinite)
+        return _under_held_clip(quantize, buffers, iteration, key, _settings[settings], slot, remember)
+
+    def tracked_clip(self, slot: int, ordinal_known: bool) -> Tensor | None:
+        """The clip that eval uses, where training has left one (a single one: not per channel) and it is known which."""
+        assert self.tracked is not None, "only input quantizers track a clip"
+        if self.tracked.shape[1] == 1 and bool(self.seen[slot]) and (ordinal_known or int(self.seen.sum()) == 1):
+            return self.tracked[slot].clone()
+        return None
 
     def quantize_tracked(
         self, x: Tensor, settings: int, iteration: Tensor, slot: int, per_sample: bool, ordinal_known: bool = True

@@ -96,6 +96,11 @@ class DirectionSensitive(ClipRule):
         clip = peak * ratio
         return Choice(clip, remember=clip if self.hold == "clip" else torch.full_like(clip, ratio), searched=True)
 
+    def held(self, memory: Memory) -> Tensor | None:
+        """The held clip, until the period is over."""
+        due = not memory.initialized or memory.iteration - memory.updated_at >= self.period
+        return None if due or self.hold != "clip" else memory.clip
+
     def search_period(self) -> int:
         """The period of the paper."""
         return self.period

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Binds the blocks that fuse.py found to the convolutions that begin them, in place.
+
+An int8 convolution gets an attribute; a float one takes on a class that knows how to begin a block. Convolutions without a
+block keep the sentence that says why, for `summary`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from byteback.fuse import Block, Plan
+from byteback.nn import Int8Layer
+from byteback.nn.begin import BoundBlock
+from byteback.nn.conv import FUSED_CLASSES
+from byteback.nn.pending import BlockPlan
+from byteback.recipes import Recipe
+
+BLOCK_REASON = "byteback_block_reason"
+BLOCK_TEXT = "byteback_block_text"
+
+
+def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
+    """Every convolution that begins a block knows it from here on."""
+    modules = dict(model.named_modules())
+    for name, block in plan.blocks.items():
+        conv = modules[name]
+        inner = [modules[part] for part in (block.norm, block.activation_module) if part is not None]
+        bound = BoundBlock(BlockPlan(block.ends, block.feeds_conv, block.feeds_other), tuple(inner))
+        if isinstance(conv, Int8Layer):
+            conv.int8_block = bound  # type: ignore[assignment]
+        elif type(conv) in FUSED_CLASSES:
+            conv.__class__ = FUSED_CLASSES[type(conv)]
+            conv.attach(recipe, name, bound)  # type: ignore[operator]
+        else:
+            setattr(conv, BLOCK_REASON, f"a float {type(conv).__name__} of its own class")
+            continue
+        setattr(conv, BLOCK_TEXT, describe(block))
+    for name, reason in plan.reasons.items():
+        setattr(modules[name], BLOCK_REASON, reason)
+
+
+def describe(block: Block) -> str:
+    """A block in a few words for `summary`.
+
+    >>> describe(Block("conv1", "bn1", True, "relu", None, "activation", True, False, ()))
+    'conv + norm + add + relu'
+    """
+    parts = ["conv", "norm" if block.norm else "", "add" if block.adds else ""]
+    parts.append("" if block.activation == "none" else block.activation)
+    return " + ".join(part for part in parts if part)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a convolution begins a fused block: when it may, and the pending tensor that it returns.
+
+`prepare` binds a block to a convolution (`int8_block`). At every call the convolution asks whether the block may be fused
+now; where it may not (a hook wants to see a tensor in the middle, torch.compile traces, autocast changes dtypes, …) the layer
+runs as it would without a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from byteback.nn.activation import Activation
+from byteback.nn.block import Call, run_block
+from byteback.nn.pending import BlockPlan, Pending, Stages, modes
+from byteback.nn.products import ConvProducts
+from byteback.ops import layout
+
+_PLAIN = (Tensor, nn.Parameter, Activation)
+
+
+@dataclass(frozen=True)
+class BoundBlock:
+    """A plan and the modules that it would swallow; a hook on one of them means that somebody wants to look inside."""
+
+    plan: BlockPlan
+    swallowed: tuple[nn.Module, ...]
+
+
+def may_fuse(layer: Any, x: Tensor) -> bool:
+    """Whether this call can run as a block."""
+    bound: BoundBlock | None = layer.int8_block
+    if bound is None or torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) not in _PLAIN:
+        return False
+    if x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not (_has_any_global_hook() or _is_hooked(layer) or any(map(_is_hooked, bound.swallowed)))
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Tensor:
+    """The output of `layer` as a tensor that waits for what follows."""
+    size = _output_size(x, layer.weight, products)
+    last = x.numel() > 0 and (layout.is_channels_last(x) or layout.is_channels_last(layer.weight))
+    strides = layout.dense_strides(size, last)
+    call = Call(layer, products, slot, strides)
+    stages = Stages(partial(run_block, x, call), layer.int8_block.plan, modes())
+    pending = Pending(stages, size, strides, x.device)
+    return pending.compute() if stages.plan.ends == "conv" else pending
+
+
+def _output_size(x: Tensor, weight: Tensor, products: ConvProducts) -> list[int]:
+    axes = zip(x.shape[2:], weight.shape[2:], products.stride, products.padding, products.dilation, strict=True)
+    spatial = [(size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, pad, dilation in axes]
+    return [x.shape[0], weight.shape[0], *spatial]

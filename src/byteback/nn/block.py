@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused block: conv → norm → (residual add) → activation as one autograd function, with int8 on both ends.
+
+    forward    x_q ⋆ w_q ─► y ─ channel statistics ─► a, b ─► act(a·y + b (+ r)) ─► int8 and/or float       (one pass)
+    backward   g ─ sums per channel ─► p, q, r ─► p·g' + q·y + r ─► int8                                    (two passes)
+               then grad_input and grad_weight as in functional.py; g' is g through the activation's derivative
+
+normalization.py has the formulas. The float gradient of y is written out only where a clip rule has to look at it; a clip
+that is held for a period needs no look.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from byteback import ops
+from byteback.nn.activation import SHARED_RULE, Activation, Source, carry, numbers
+from byteback.nn.functional import Operands, backward_products, forward_product, refuse_second
+from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient, known_peak
+from byteback.nn.pending import Stages
+from byteback.nn.products import ConvProducts
+
+if TYPE_CHECKING:
+    from byteback.nn.layer import Int8Layer
+
+
+class Call(NamedTuple):
+    """One call of a convolution that begins a block."""
+
+    layer: Int8Layer
+    products: ConvProducts
+    slot: int
+    strides: tuple[int, ...]  # of the float result, as PyTorch would lay it out
+
+
+def run_block(x: Tensor, call: Call, stages: Stages) -> Tensor:
+    """Computes a block as far as its stages are known."""
+    layer, norm = call.layer, stages.norm
+    gamma, beta = (norm.weight, norm.bias) if norm is not None else (None, None)
+    sources: list[Source] = []
+    with_grad = torch.is_grad_enabled()
+    output = Block.apply(x, layer.weight, layer.bias, gamma, beta, stages.residual, call, stages, with_grad, sources)
+    return output if isinstance(output, Activation) else carry(output, sources[0])
+
+
+class Block(Function):
+    """output = act(norm(x ⋆ weight + bias) + residual)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        residual: Tensor | None,
+        call: Call,
+        stages: Stages,
+        with_grad: bool,
+        sources: list[Source],
+    ) -> Tensor:
+        layer, norm, activation = call.layer, stages.norm, stages.activation
+        for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
+        y, kept = forward_product(x, weight, layer, call.products, call.slot, for_input, for_weight)
+        y = _channels_last(y)
+        peak = None
+        if norm is not None and norm.training:
+            normalized, low, high = from_batch(y, norm, bias)
+            if residual is None and activation in MONOTONE:
+                peak = known_peak(normalized, low, high, activation)
+        else:
+            normalized = folded(norm, bias, weight)
+        source = Source(y, normalized.a, normalized.b, _laid_out(residual), activation, call.strides, peak)
+        backs = with_grad and any(ctx.needs_input_grad[:6])
+        mask = _write(source, stages, layer, backs)
+        if backs:
+            ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
+            ctx.norm_training, ctx.activation = (None if norm is None else norm.training), activation
+            ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
+            ctx.save_for_backward(*kept, y, mask, *normalized)
+        sources.append(source)
+        # An inference tensor does not count its writes, so it could not tell whether its int8 copy is still true.
+        if source.output is None or torch.is_inference_mode_enabled():
+            return Activation(source)
+        output, source.output = source.output, None  # a source that holds the tensor which holds it would never die
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            grads = _gradients(ctx, grad_output)
+        return (*refuse_second(ctx.layer.int8_name, grad_output, grads), None, None, None, None)
+
+
+def _write(source: Source, stages: Stages, layer: Int8Layer, backs: bool) -> Tensor | None:
+    """Writes in one pass what the plan expects to be read; returns the mask that backward needs."""
+    want_mask = backs and source.residual is not None and source.activation != "none"
+    want_float = stages.plan.feeds_other
+    # Training quantizes by the batch's own maximum, which is known now; eval waits for the clip of who reads it.
+    want_int8 = stages.plan.feeds_conv and layer.training and layer.recipe.input == SHARED_RULE
+    if not (want_mask or want_float or want_int8):
+        return None
+    return source.write(source.clip() if want_int8 else None, want_float, want_mask)
+
+
+def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # once: unpacking may recompute them
+    kept, (y, mask), normalized = Operands(*saved[:6]), saved[6:8], Normalized(*saved[8:])
+    activation = ctx.activation
+    for_residual = ctx.needs_input_grad[5]
+    g = _channels_last(grad_output)
+    total = dot = residual_grad = None
+    masks = activation != "none"
+    if ctx.norm_training or any(ctx.needs_input_grad[2:5]) or (for_residual and masks):
+        a, b = normalized.a, normalized.b
+        total, dot, masked = ops.normalize_grad_sums(g, y, a, b, mask, activation, want_masked=for_residual and masks)
+        if masked is not None:
+            g, mask, activation = masked, None, "none"
+    if for_residual:
+        residual_grad = g
+    grads = input_gradient(normalized, ctx.norm_training, total, dot, y.numel() // max(y.shape[1], 1))
+    gradient = BlockGradient(g, y, normalized.a, normalized.b, mask, activation, grads.p, grads.q, grads.r)
+    grad_input, grad_weight = backward_products(ctx, kept, gradient, ctx.needs_input_grad)
+    wanted = zip((grads.bias, grads.gamma, grads.beta, residual_grad), ctx.needs_input_grad[2:6], strict=True)
+    return grad_input, grad_weight, *(grad if needed else None for grad, needed in wanted)
+
+
+class BlockGradient(NamedTuple):
+    """The gradient of y, not written out: p·g' + q·y + r."""
+
+    g: Tensor
+    y: Tensor
+    a: Tensor
+    b: Tensor
+    mask: Tensor | None
+    activation: str
+    p: Tensor
+    q: Tensor
+    r: Tensor
+
+    def written(self) -> Tensor:
+        return ops.normalize_grad(*self)
+
+    def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return ops.normalize_grad_quantize(*self, clip, key)
+
+
+def _laid_out(residual: Tensor | None) -> Tensor | None:
+    return None if residual is None else _channels_last(numbers(residual))
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """x with its channels lying together, as the block's kernels want it."""
+    last = x.movedim(1, -1)
+    return x if last.is_contiguous() else last.contiguous().movedim(-1, 1)

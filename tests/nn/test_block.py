@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused blocks against the unfused path: the same integers up to rounding, the same state, the same behaviour around them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import byteback
+from byteback import ops
+from byteback.nn.activation import Activation, source_of
+from byteback.nn.block import Block
+from byteback.nn.pending import Pending
+
+RECIPES = ("unified-int8", "distribution-adaptive-int8", "plain-int8")
+
+
+class Residual(nn.Module):
+    """conv, norm, act, conv, norm, add, act: a ResNet block, with the usual in-place habits."""
+
+    def __init__(self, channels: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = norm(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = norm(channels)
+        self.act = act or nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.act(self.norm1(self.conv1(x)))
+        out = self.norm2(self.conv2(out))
+        out += x
+        return self.act(out)
+
+
+class Net(nn.Module):
+    def __init__(
+        self, channels: int = 12, norm: Callable[[int], nn.Module] = nn.BatchNorm2d, act: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1, bias=False)
+        self.norm = norm(channels)
+        self.first = Residual(channels, norm, act)
+        self.down = nn.Conv2d(channels, 2 * channels, 1, stride=2)
+        self.second = Residual(2 * channels, norm, act)
+        self.head = nn.Linear(2 * channels, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        x = F.relu(self.down(self.first(x)), inplace=True)
+        return self.head(self.second(x).mean((2, 3)))
+
+
+def pair(model: nn.Module, recipe: str | byteback.Recipe = "unified-int8") -> tuple[nn.Module, nn.Module]:
+    """The same model twice, fused and not, with the same noise."""
+    torch.manual_seed(7)
+    other = copy.deepcopy(model)
+    return byteback.prepare(model, recipe), byteback.prepare(other, recipe, fuse=False)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Every int8 operand that a convolution gets from now on."""
+    seen: list[Tensor] = []
+    for name in ("conv_int8", "conv_int8_grad_input", "conv_int8_grad_weight"):
+        original = getattr(ops, name)
+
+        def record(a: Tensor, a_scale: Tensor, b: Tensor, *rest: Any, original: Any = original) -> Tensor:
+            seen.extend([a.clone(), b.clone()])
+            return original(a, a_scale, b, *rest)
+
+        monkeypatch.setattr(ops, name, record)
+    return seen
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    assert type(output) is Tensor
+    model.zero_grad()
+    output.square().sum().backward()
+    return output.detach(), [x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+def assert_near(a: Tensor, b: Tensor, share: float = 0.02) -> None:
+    """Rounding may flip single integers, so gradients agree in norm, not in every digit."""
+    assert (a - b).norm() <= share * b.norm() + 1e-6, f"{(a - b).norm() / b.norm():.2e}"
+
+
+def assert_same_integers(fused: list[Tensor], unfused: list[Tensor]) -> None:
+    assert len(fused) == len(unfused)
+    different = total = 0
+    for a, b in zip(fused, unfused, strict=True):
+        distance = (a.int() - b.int()).abs()
+        assert int(distance.max()) <= 1
+        different += int(distance.sum())
+        total += distance.numel()
+    assert different <= 0.001 * total, f"{different} of {total}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_single_block_has_the_integers_of_the_unfused_path(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe_ = byteback.recipes.resolve(recipe)
+    model = nn.Sequential(nn.Conv2d(16, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU())
+    fused, unfused = pair(model, type(recipe_)(first_conv=True))
+    seen = recorded(monkeypatch)
+    x = torch.randn(8, 16, 14, 14)
+    for _ in range(3):
+        seen.clear()
+        a, grads_a = step(fused, x)
+        first = list(seen)
+        seen.clear()
+        b, grads_b = step(unfused, x)
+        assert_same_integers(first, list(seen))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        for ga, gb in zip(grads_a, grads_b, strict=True):
+            assert_near(ga, gb)
+    for (name, buffer), other in zip(fused.named_buffers(), unfused.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, rtol=1e-3, atol=1e-5, msg=name)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "default": nn.BatchNorm2d,
+    "cumulative": lambda c: nn.BatchNorm2d(c, momentum=None),
+    "not affine": lambda c: nn.BatchNorm2d(c, affine=False),
+    "untracked": lambda c: nn.BatchNorm2d(c, track_running_stats=False),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_network_matches_the_unfused_path(norm: str, channels_last: bool) -> None:
+    fused, unfused = pair(Net(norm=NORMS[norm]))
+    x = torch.randn(6, 3, 9, 11)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    for _ in range(2):
+        a, grads_a = step(fused, x)
+        b, grads_b = step(unfused, x)
+        assert_near(a, b)
+        for ga, gb in zip(grads_a, grads_b, strict=True):
+            assert_near(ga, gb, 0.05)
+    for (name, buffer), other in zip(fused.named_buffers(), unfused.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, rtol=2e-2, atol=2e-3, msg=name)
+    fused.eval(), unfused.eval()
+    with torch.no_grad():
+        assert_near(fused(x), unfused(x))
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(inplace=True), nn.Hardswish(), nn.SiLU(inplace=True), nn.GELU()])
+def test_activations(act: nn.Module) -> None:
+    fused, unfused = pair(Net(act=act))
+    x = torch.randn(4, 3, 8, 8)
+    a, grads_a = step(fused, x)
+    b, grads_b = step(unfused, x)
+    assert_near(a, b)
+    for ga, gb in zip(grads_a, grads_b, strict=True):
+        assert_near(ga, gb, 0.05)
+
+
+@pytest.mark.parametrize("size", [(1, 5, 5, 7), (3, 5, 1, 1), (2, 5, 33, 3), (1, 5, 1, 2)])
+def test_odd_sizes(size: tuple[int, ...]) -> None:
+    fused, unfused = pair(Residual(5), byteback.PlainInt8(first_conv=True))
+    x = torch.randn(size)
+    a, grads_a = step(fused, x)
+    b, grads_b = step(unfused, x)
+    assert_near(a, b)
+    for ga, gb in zip(grads_a, grads_b, strict=True):
+        assert_near(ga, gb, 0.05)
+
+
+def test_one_value_per_channel_is_refused_as_torch_does() -> None:
+    fused, _ = pair(Net())
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        fused(torch.randn(1, 3, 1, 1))
+
+
+def test_frozen_statistics_and_parameters() -> None:
+    fused, unfused = pair(Net())
+    x = torch.randn(4, 3, 8, 8)
+    step(fused, x), step(unfused, x)
+    for model in (fused, unfused):
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        model.first.norm1.weight.requires_grad_(False)
+        model.first.conv1.weight.requires_grad_(False)
+    before = fused.norm.running_mean.clone()
+    x = x.requires_grad_()
+    grads = []
+    for model in (fused, unfused):
+        model.zero_grad()
+        x.grad = None
+        model(x).square().sum().backward()
+        assert model.first.norm1.weight.grad is None and model.first.conv1.weight.grad is None
+        grads.append([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for ga, gb in zip(*grads, strict=True):
+        assert_near(ga, gb, 0.05)
+    assert torch.equal(before, fused.norm.running_mean)
+
+
+def test_blocks_are_really_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = Block.apply
+    monkeypatch.setattr(Block, "apply", lambda *args: calls.append(args) or original(*args))
+    model, _ = pair(Net())
+    model(torch.randn(2, 3, 8, 8))
+    assert len(calls) == 6
+    calls.clear()
+    byteback.enabled(model, False)
+    model(torch.randn(2, 3, 8, 8))
+    assert not calls
+
+
+def test_int8_travels_between_blocks() -> None:
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    )
+    byteback.prepare(model, "plain-int8")
+    middle = model[2](model[1](model[0](torch.randn(2, 3, 9, 9))))
+    assert isinstance(middle, Activation) and middle.requires_grad and middle.grad_fn is not None
+    source = source_of(middle)
+    assert source is not None and source.output is None and source.quantized[0][1].values.dtype == torch.int8
+    expected = source.plain()
+    assert torch.equal(middle + 0.0, expected)
+    error = (source.quantized[0][1].dequantize() - expected).abs().max()
+    assert float(error) <= float(source.clip()) / 254 * 1.001
+
+
+def chain(recipe: str = "plain-int8") -> tuple[nn.Sequential, Tensor]:
+    """Two blocks, and the activation between them."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    )
+    byteback.prepare(model, recipe)
+    return model, model[:3](torch.randn(2, 3, 9, 9))
+
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "mean": lambda x: x.mean(),
+    "pool": lambda x: F.max_pool2d(x, 2),
+    "cat": lambda x: torch.cat([x, x], 1),
+    "index": lambda x: x[:, 1:3],
+    "view": lambda x: x.view(2, 8, -1) if x.is_contiguous() else x.reshape(2, 8, -1),
+    "flatten": lambda x: torch.flatten(x, 1),
+    "multiply": lambda x: x * torch.ones(8, 1, 1),
+    "add to plain": lambda x: torch.ones(2, 8, 7, 7) + x,
+    "clone": lambda x: x.clone(),
+    "permute": lambda x: x.permute(0, 2, 3, 1),
+    "chunk": lambda x: x.chunk(2, 1)[1],
+    "where": lambda x: torch.where(x > 0.5, x, 0.0),
+    "stack": lambda x: torch.stack([x, x]),
+    "dropout": lambda x: F.dropout(x, 0.0),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+    "in-place multiply": lambda x: x.mul_(2.0),
+    "in-place add": lambda x: x.__iadd__(1.0),
+    "checkpointed": lambda x: checkpoint(torch.square, x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_activation_is_a_float_tensor_to_everyone(use: str) -> None:
+    model, x = chain()
+    plain = source_of(x).plain().clone().requires_grad_()  # type: ignore[union-attr]
+    twin = plain * 1.0
+    expected = USES[use](twin)
+    result = USES[use](x)
+    assert torch.equal(result + 0.0, expected)
+    assert result.stride() == expected.stride()
+    torch.manual_seed(0)
+    seed = torch.randn(expected.shape)
+    grads = torch.autograd.grad(result, list(model[0].parameters()), seed, allow_unused=True, retain_graph=True)
+    assert grads[0] is not None and float(grads[0].abs().sum()) > 0
+    (grad_plain,) = torch.autograd.grad(expected, plain, seed)
+    if not use.startswith("in-place"):
+        (grad_x,) = torch.autograd.grad(result, x, seed)
+        assert torch.equal(grad_x, grad_plain)
+
+
+def test_an_activation_that_was_written_to_is_read_as_written() -> None:
+    model, x = chain()
+    changed = x.mul(1.0)
+    changed[:, 0] = 3.0
+    x[:, 0] = 3.0
+    assert source_of(x) is None
+    assert torch.equal(model[3:](x), model[3:](changed))
+
+
+def test_printing_copying_and_saving_an_activation(tmp_path: Any) -> None:
+    _, x = chain()
+    assert "tensor(" in repr(x)
+    assert x.detach().numpy().shape == (2, 8, 7, 7) and len(x.detach().tolist()) == 2
+    plain = pickle.loads(pickle.dumps(x.detach()))
+    assert type(plain) is Tensor and torch.equal(plain, x.detach() + 0.0)
+    torch.save(x.detach(), tmp_path / "x.pt")
+    assert torch.equal(torch.load(tmp_path / "x.pt"), plain)
+    assert torch.equal(copy.deepcopy(x.detach()), plain)
+
+
+@pytest.mark.parametrize("use", ["mean", "pool", "cat", "view", "add to plain", "clone", "index"])
+def test_a_pending_block_is_a_tensor_to_everyone(use: str) -> None:
+    model, _ = chain()
+    x = torch.randn(2, 3, 9, 9)
+    for stop in (1, 2):
+        pending = model[0](x)
+        for module in model[1:stop]:
+            pending = module(pending)
+        assert isinstance(pending, Pending) and pending.shape == (2, 8, 7, 7) and pending.dim() == 4
+        model[1].running_mean.zero_()
+        unfused = copy.deepcopy(model)
+        byteback.restore(unfused)
+        expected = unfused[:stop](x)
+        torch.testing.assert_close(USES[use](pending), USES[use](expected), rtol=1e-4, atol=1e-5)
+
+
+def test_a_branch_that_the_trace_did_not_see() -> None:
+    model = Net()
+    fused, unfused = pair(model)
+    for each in (fused, unfused):
+        each.first.norm1 = nn.Identity()
+    x = torch.randn(4, 3, 8, 8)
+    assert_near(step(fused, x)[0], step(unfused, x)[0])
+
+
+def test_hooks_inside_a_block_see_their_tensors() -> None:
+    fused, unfused = pair(Net(act=nn.ReLU()))  # PyTorch refuses a backward hook before an in-place module
+    x = torch.randn(4, 3, 8, 8)
+    for name in ("first.norm1", "first.conv2", "norm", "first.act"):
+        seen: dict[int, list[Tensor]] = {0: [], 1: []}
+        handles = []
+        for i, model in enumerate((fused, unfused)):
+            module = model.get_submodule(name)
+            handles += [
+                module.register_forward_hook(lambda m, a, out, i=i: seen[i].append(out.detach() + 0.0)),
+                module.register_full_backward_hook(lambda m, gi, go, i=i: seen[i].append(go[0] + 0.0)),
+            ]
+        step(fused, x), step(unfused, x)
+        assert len(seen[0]) == len(seen[1]) > 0
+        for a, b in zip(seen[0], seen[1], strict=True):
+            assert_near(a, b, 0.05)
+        for handle in handles:
+            handle.remove()
+
+
+def test_two_forwards_then_backward_and_retained_graphs() -> None:
+    fused, unfused = pair(Net(), "plain-int8")
+    x, y = torch.randn(2, 4, 3, 8, 8)
+    grads = []
+    for model in (fused, unfused):
+        model.zero_grad()
+        loss = model(x).square().sum() + model(y).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    for ga, gb in zip(*grads, strict=True):
+        assert_near(ga, gb, 0.05)
+
+
+def test_saved_tensors_hooks_see_plain_tensors() -> None:
+    fused, _ = pair(Net())
+    types = set()
+
+    def pack(x: Tensor) -> Tensor:
+        types.add(type(x))
+        return x.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = fused(torch.randn(4, 3, 8, 8)).sum()
+    loss.backward()
+    assert types <= {Tensor, nn.Parameter}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.relu(self.norm(self.stem(x)))
+            x = checkpoint(self.first, x, use_reentrant=reentrant)
+            x = F.relu(self.down(x), inplace=True)
+            return self.head(checkpoint(self.second, x, use_reentrant=reentrant).mean((2, 3)))
+
+    torch.manual_seed(5)
+    plain = Net()
+    model = Checkpointed()
+    model.load_state_dict(plain.state_dict())
+    byteback.prepare(model, "plain-int8")
+    byteback.prepare(plain, "plain-int8")
+    for a, b in zip(model.modules(), plain.modules(), strict=True):
+        if isinstance(a, byteback.nn.Int8Layer):
+            b.quantizers.layer.copy_(a.quantizers.layer)
+    x = torch.randn(4, 3, 8, 8)
+    a, grads_a = step(model, x)
+    b, grads_b = step(plain, x)
+    assert torch.equal(a, b)
+    for ga, gb in zip(grads_a, grads_b, strict=True):
+        assert_near(ga, gb, 0.02)
+
+
+def test_a_block_used_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(3, 8, 3, padding=1)
+            self.body = Residual(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(self.body(F.relu(self.stem(x)))).mean((2, 3))
+
+    fused, unfused = pair(Twice())
+    x = torch.randn(4, 3, 8, 8)
+    a, grads_a = step(fused, x)
+    b, grads_b = step(unfused, x)
+    assert_near(a, b)
+    for ga, gb in zip(grads_a, grads_b, strict=True):
+        assert_near(ga, gb, 0.05)
+    assert int((fused.body.conv1.quantizers.input.seen > 0).sum()) == 2
+
+
+def test_state_restore_copy_and_pickle() -> None:
+    reference = Net()
+    keys = list(reference.state_dict())
+    fused, _ = pair(reference)
+    x = torch.randn(4, 3, 8, 8)
+    step(fused, x)
+    assert list(byteback.float_state_dict(fused)) == keys
+    fused.eval()
+    expected = fused(x)
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert torch.equal(other(x), expected)
+        assert other.first.conv1.int8_block.swallowed[0] is other.first.norm1
+    byteback.restore(fused)
+    assert type(fused.stem) is nn.Conv2d and type(fused.first.conv1) is nn.Conv2d
+    assert not any(name.startswith(("int8", "byteback")) for module in fused.modules() for name in module.__dict__)
+    assert type(fused(x)) is Tensor
+
+
+def test_nan_is_refused_by_name() -> None:
+    fused, _ = pair(Net())
+    with torch.no_grad():
+        fused.first.norm1.weight[0] = float("nan")
+    with pytest.raises(byteback.NonFiniteError, match=r"first\.conv2: input"):
+        fused(torch.randn(4, 3, 8, 8))
+
+
+def test_second_differentiation_is_refused() -> None:
+    fused, _ = pair(Net())
+    x = torch.randn(4, 3, 8, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(fused(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        grad.sum().backward()
+
+
+def test_inference_without_grad_in_training_and_eval() -> None:
+    fused, unfused = pair(Net())
+    x = torch.randn(4, 3, 8, 8)
+    step(fused, x), step(unfused, x)
+    with torch.no_grad():
+        assert_near(fused(x), unfused(x))
+    fused.eval(), unfused.eval()
+    with torch.inference_mode():
+        assert_near(fused(x), unfused(x))
+    assert_near(fused(x).detach(), unfused(x).detach())
+    # A prediction does not depend on its batch.
+    with torch.no_grad():
+        assert torch.equal(fused(x)[:1], fused(x[:1]))
