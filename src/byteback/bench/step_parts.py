@@ -48,7 +48,7 @@ def kind(operator: str) -> str:
     return next((label for label, parts in _KINDS if any(part in name for part in parts)), OTHER)
 
 
-def shares(side: Side, steps: int = 2) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+def shares(side: Side, steps: int) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """(phase -> kind -> share of the phase, operator -> share of the step), from profiled steps."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(steps):

@@ -29,6 +29,7 @@ from byteback.ops import native
 LOSSES = 3  # steps whose losses are compared
 MIN_ROUNDS, MAX_ROUNDS = 5, 101
 _WARM = 3  # steps before the first round: one to get going, two to choose the memory format by
+_HOPELESS = 1.3  # a format this much slower than another after one such step does not get the second
 
 Say = Callable[[int, int, str], None]
 
@@ -41,7 +42,8 @@ class Job:
     setting: Setting
     tuned_malloc: bool = False
     rounds: int | None = None  # None: as many as fit into `seconds`
-    seconds: float = 30.0
+    seconds: float = 20.0
+    parts: bool = True  # whether to say where the time goes, too
     compile: bool = False
     variant: Variant | None = None  # for memory
 
@@ -80,11 +82,12 @@ def measure_time(job: Job, say: Say) -> dict[str, Any]:
         best: tuple[float, Side] | None = None
         for variant in variants:
             side = Side(job.setting, variant)
-            times = []
-            for _ in range(_WARM):
-                say(done, total, f"warming up {_name(variant)}")
-                times.append(sum(side.step()[0].values()))
-                done += 1
+            times: list[float] = []
+            for step in range(_WARM):
+                say(done + step, total, f"warming up {_name(variant)}")
+                if step < 2 or best is None or min(times[1:]) < _HOPELESS * best[0]:
+                    times.append(sum(side.step()[0].values()))
+            done += _WARM
             fastest = min(times[1:])
             rivals[_name(variant)] = fastest
             if best is None or fastest < best[0]:
@@ -100,7 +103,8 @@ def measure_time(job: Job, say: Say) -> dict[str, Any]:
         say(done + index, total, "fp32 and int8 in turns")
         samples.append([side.step()[0] for side in chosen])
     say(total, total, "where the time goes")
-    return {**_summary(samples), **_parts(chosen, samples), "rounds": rounds, "warm_ms": rivals} | {
+    parts = _parts(chosen, samples) if job.parts else {}
+    return {**_summary(samples), **parts, "rounds": rounds, "warm_ms": rivals} | {
         "formats": {"fp32": str(chosen[0].variant), "int8": str(chosen[1].variant)},
         "fp32_channels_last": chosen[0].variant.channels_last,
         "int8_channels_last": chosen[1].variant.channels_last,
@@ -126,7 +130,7 @@ def _parts(chosen: list[Side], samples: list[list[dict[str, float]]]) -> dict[st
     operators: dict[str, dict[str, float]] = {}
     for number, (label, side) in enumerate(zip(("fp32", "int8"), chosen, strict=True)):
         phase_ms = {phase: stats.median(row[number][phase] for row in samples) for phase in PHASES}
-        kinds, by_operator = step_parts.shares(side)
+        kinds, by_operator = step_parts.shares(side, steps=1 if sum(phase_ms.values()) > 1e3 else 3)
         operators[label] = {name: share * sum(phase_ms.values()) for name, share in list(by_operator.items())[:16]}
         for phase in PHASES:
             parts.setdefault(phase, {})[f"{label}_ms"] = phase_ms[phase]
