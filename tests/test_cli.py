@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,12 @@ def test_train_compares_float_with_a_recipe_on_embedded_data() -> None:
         pytest.param(["train", "--lr", "fast"], "lr", id="word for a number"),
         pytest.param(["bench", "kernels", "--shapes", "resnet19"], "resnet18", id="misspelt network"),
         pytest.param(["bench", "kernels", "--shapes", "absent.csv"], "absent.csv", id="missing file"),
+        pytest.param(["bench"], "kernels, step", id="nothing to measure"),
+        pytest.param(["bench", "step", "--model", "resnt18"], "Near names: resnet18", id="misspelt model to measure"),
+        pytest.param(["bench", "step", "--batch", "1"], "at least 2 images", id="a single image"),
+        pytest.param(["bench", "step", "--image-size", "16"], "only the small ResNets", id="image too small"),
+        pytest.param(["bench", "step", "--recipe", "unified"], "unified-int8", id="misspelt recipe to measure"),
+        pytest.param(["bench", "step", "--json", "absent/x.json"], "no folder absent", id="missing folder"),
     ],
 )
 def test_a_mistake_ends_with_a_message_that_helps(args: list[str], says: str) -> None:
@@ -72,3 +80,24 @@ def test_an_unknown_path_in_the_environment_is_refused() -> None:
     done = byteback("train", "--epochs", "1", "--recipe", "plain-int8", BYTEBACK_PATH="avx3")
     assert done.returncode != 0
     assert "BYTEBACK_PATH is set to 'avx3'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_bench_step_measures_both_sides_and_writes_its_figures(tmp_path: Path) -> None:
+    figures = tmp_path / "step.json"
+    sizes = ("--model", "resnet8", "--image-size", "16", "--batch", "4", "--rounds", "1")
+    done = byteback("bench", "step", *sizes, "--explain", "--json", str(figures))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for said in ("tuned by byteback.tune_malloc", "saved for backward", "byteback::conv_int8", "first losses"):
+        assert said in done.stdout
+    result = json.loads(figures.read_text())
+    assert (result["model"], result["image_size"], result["batch"]) == ("resnet8", 16, 4)
+    for name in ("ratio", "ratio_tuned_malloc", "fp32_ms", "int8_ms", "saved_ratio", "peak_ratio"):
+        assert result[name] > 0, name
+    for side in ("fp32_ms", "int8_ms"):
+        parts = {name: part[side] for name, part in result["parts"].items()}
+        phases = [parts[phase] for phase in ("data", "forward", "backward", "optimizer")]
+        assert sum(phases) == pytest.approx(result[side], abs=0.01)
+        kinds = [ms for name, ms in parts.items() if name.startswith("backward: ")]
+        assert sum(kinds) == pytest.approx(parts["backward"], abs=0.01)
+    assert result["parts"]["forward: quantize"]["int8_ms"] > 0 == result["parts"]["forward: quantize"]["fp32_ms"]
+    assert result["loss_difference_fp32"] < 0.1

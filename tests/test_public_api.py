@@ -20,12 +20,12 @@ SOURCE = Path(byteback.__file__).parents[1]
 # A name that leaves this list is a breaking change; one that joins it is a promise. Both belong in CHANGELOG.md.
 PUBLIC = {
     *("prepare", "restore", "enabled", "float_state_dict", "scale_learning_rates", "summary", "health"),
-    *("models", "path", "tune_malloc"),
+    *("memory", "models", "path", "tune_malloc"),
     *("Recipe", "PlainInt8", "UnifiedInt8", "DistributionAdaptiveInt8"),
     *("TensorRule", "ClipRule", "MaxAbs", "DirectionSensitive", "MagnitudeAware", "Choice", "Memory"),
     *("LearningRateRule", "DeviationCounteractive"),
     *("Int8Conv1d", "Int8Conv2d", "Int8Conv3d", "Int8Linear", "QTensor"),
-    *("Summary", "LayerSummary", "Health", "RoleHealth", "LearningRateScaling", "NonFiniteError"),
+    *("Summary", "LayerSummary", "Health", "RoleHealth", "MemoryReport", "LearningRateScaling", "NonFiniteError"),
 }
 
 

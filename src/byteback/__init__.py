@@ -8,7 +8,7 @@ byteback.scale_learning_rates(optimizer, model)      # per-layer learning-rate f
 from byteback import models
 from byteback.convert import enabled, float_state_dict, prepare, restore
 from byteback.lr_scaling import LearningRateScaling, scale_learning_rates
-from byteback.memory import tune_malloc
+from byteback.memory import MemoryReport, memory, tune_malloc
 from byteback.nn import Int8Conv1d, Int8Conv2d, Int8Conv3d, Int8Linear
 from byteback.ops.native import path
 from byteback.quantize import Choice, ClipRule, MaxAbs, Memory, NonFiniteError, QTensor, TensorRule
@@ -35,6 +35,7 @@ __all__ = [
     "scale_learning_rates",
     "summary",
     "health",
+    "memory",
     "models",
     "path",
     "tune_malloc",
@@ -64,6 +65,7 @@ __all__ = [
     "LayerSummary",
     "Health",
     "RoleHealth",
+    "MemoryReport",
     "LearningRateScaling",
     "NonFiniteError",
 ]

@@ -2,6 +2,7 @@
 """The command `byteback`. Its flags come from dataclasses; there is no parser here.
 
 byteback train            a small ResNet on embedded data in float32 and in int8, side by side
+byteback bench step       a network's whole training step against PyTorch FP32, with its parts and its memory
 byteback bench kernels    the three products of a network's layers against PyTorch FP32
 byteback verify           every native path against the reference on this machine
 byteback doctor           what this machine and this build can run, and why
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Union
 
 _NEEDS = "the command line needs {name}, which is not installed. Install it: pip install 'byteback[train]'"
 
@@ -23,7 +24,7 @@ def main() -> None:
         from rich.console import Console
 
         from byteback import __version__
-        from byteback.bench import doctor, kernels, verify
+        from byteback.bench import doctor, kernels, step, verify
         from byteback.train import side_by_side
         from byteback.train.config import TrainConfig
     except ImportError as error:
@@ -37,14 +38,15 @@ def main() -> None:
     # name -> (dataclass with the flags, what to do with it); a command that returns False has failed
     commands: dict[str, tuple[type, Callable[[Any, Console], Any]]] = {
         "train": (TrainConfig, side_by_side.run),
-        "bench": (kernels.KernelsConfig, kernels.run),
+        "bench kernels": (kernels.KernelsConfig, kernels.run),
+        "bench step": (step.StepConfig, step.run),
         "verify": (verify.VerifyConfig, verify.run),
         "doctor": (doctor.DoctorConfig, doctor.run),
     }
-    config = tyro.extras.subcommand_cli_from_dict(
-        {name: flags for name, (flags, _) in commands.items()}, prog="byteback", description="INT8 training of CNNs."
-    )
-    run = next(command for flags, command in commands.values() if flags is type(config))
+    bench = _bench({name.split()[1]: kind for name, (kind, _) in commands.items() if name.startswith("bench ")})
+    flags: dict[str, Any] = {name.split()[0]: bench if " " in name else kind for name, (kind, _) in commands.items()}
+    config = tyro.extras.subcommand_cli_from_dict(flags, prog="byteback", description="INT8 training of CNNs.")
+    run = next(command for kind, command in commands.values() if kind is type(config))
     try:
         # A pipe has no width of its own, and rich would fold wide tables to 80 columns.
         failed = run(config, Console(width=None if sys.stdout.isatty() else 180)) is False
@@ -53,3 +55,16 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("\nbyteback: stopped. Nothing was written.")
     sys.exit(1 if failed else 0)
+
+
+def _bench(kinds: dict[str, type]) -> Callable[[Any], Any]:
+    """The command of commands `byteback bench`: a function whose only argument is one of them."""
+    import tyro
+
+    def bench(what: Any) -> Any:
+        """Measure against PyTorch FP32: the kernels alone, or a whole training step."""
+        return what
+
+    named = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in kinds.items())
+    bench.__annotations__["what"] = Annotated[Union[named], tyro.conf.arg(name="")]  # noqa: UP007
+    return bench

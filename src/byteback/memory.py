@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tune_malloc: keep large blocks in the process instead of handing them back to the system at every free.
+"""memory: what a model keeps for its backward pass, and its peak. tune_malloc: keep freed blocks in the process.
 
 glibc returns every block above 32 MB to the system when it is freed, and trims the top of its heap besides. The next
 tensor of that size is then paged in anew, which can take longer than the convolution that fills it. PyTorch's float
@@ -8,11 +8,25 @@ layers suffer from this as much as ours.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from byteback import tables
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST = 2**31 - 1  # mallopt takes an int
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_SAMPLE_SECONDS = 0.001
+_SLACK = 16 << 20  # what may come and go between resetting the peak and reading it back
 
 
 def tune_malloc() -> bool:
@@ -20,11 +34,219 @@ def tune_malloc() -> bool:
 
     Memory then stays at the process's peak. Call it once, before training.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
+    libc = _libc()
+    if libc is None:
         return False
     settings = ((_M_MMAP_THRESHOLD, _LARGEST), (_M_TRIM_THRESHOLD, _LARGEST), (_M_TOP_PAD, 64 << 20))
-    return all(mallopt(option, value) == 1 for option, value in settings)
+    return all(libc.mallopt(option, value) == 1 for option, value in settings)
+
+
+def _libc() -> Any:
+    """glibc, or None on another system or another C library."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return libc if libc.mallopt and libc.malloc_trim else None
+    except (OSError, AttributeError):
+        return None
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What `memory` measured, in bytes; prints as a table."""
+
+    model: str
+    saved_by_dtype: dict[str, tuple[int, int]]
+    """dtype -> (storages, bytes) that autograd keeps from forward to backward, parameters and buffers left out."""
+    parameters: int
+    """Bytes of parameters and buffers that autograd refers to as well; they are there with or without it."""
+    peak: int | None
+    """Growth of the process's resident memory in a forward and backward pass, gradients included; None if unknown."""
+
+    @property
+    def saved(self) -> int:
+        """Bytes that autograd keeps from forward to backward."""
+        return sum(size for _, size in self.saved_by_dtype.values())
+
+    def _table(self) -> tuple[str, list[str], list[list[str]], int]:
+        peak = "unknown here" if self.peak is None else _megabytes(self.peak)
+        title = f"{self.model}: {_megabytes(self.saved)} saved for backward, peak {peak} above the model at rest"
+        kinds = sorted(self.saved_by_dtype.items(), key=lambda item: -item[1][1])
+        rows = [[dtype, str(storages), _megabytes(size)] for dtype, (storages, size) in kinds]
+        return title, ["saved as", "tensors", "size"], rows, 1
+
+    def __str__(self) -> str:
+        return tables.as_text(*self._table())
+
+    def __rich__(self) -> Any:
+        return tables.build(*self._table())
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MB"
+
+
+def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
+    """What a forward pass on `input` (a tuple: several arguments) saves for backward, and the peak of both passes.
+
+    Saved is every storage that autograd's saved-tensor hooks see, each once. The passes run in training mode, twice: once to
+    count, once for the peak. Parameters, buffers, gradients, flags and random state are afterwards as they were before.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU())
+    >>> memory(model, torch.zeros(2, 3, 6, 6)).saved_by_dtype  # the input, and the output of ReLU: 4·2·(3·6·6 + 8·4·4)
+    {'float32': (2, 1888)}
+    """
+    args = input if isinstance(input, tuple) else (input,)
+    with _as_it_was(model, args):
+        found: dict[int, tuple[str, int]] = {}
+        _forward_backward(model, args, found)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[str, tuple[int, int]] = {}
+    for address, (dtype, size) in found.items():
+        if address not in own:
+            storages, total = kept.get(dtype, (0, 0))
+            kept[dtype] = (storages + 1, total + size)
+    with _as_it_was(model, args):
+        peak = peak_growth(lambda: _forward_backward(model, args, {}))
+    return MemoryReport(
+        model=type(model).__name__,
+        saved_by_dtype=kept,
+        parameters=sum(size for address, (_, size) in found.items() if address in own),
+        peak=peak,
+    )
+
+
+def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, tuple[str, int]]) -> None:
+    """Both passes; storages that autograd saves in the forward pass land in `found`, by address."""
+    held = []  # a storage that is freed and reused within the pass would be taken for one
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        held.append(storage)
+        found[storage.data_ptr()] = (str(tensor.dtype).removeprefix("torch."), storage.nbytes())
+        return tensor
+
+    with torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = [t for t in _tensors(model(*args)) if t.requires_grad]
+        held.clear()
+        if not outputs:
+            raise ValueError(
+                f"memory: the output of this {type(model).__name__} needs no gradient, so there is no backward pass to "
+                "measure. Pass a model with parameters that require gradients."
+            )
+        torch.autograd.backward(outputs, [torch.full_like(t, 1.0 / t.numel()) for t in outputs])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nested output."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for item in value:
+            yield from _tensors(item)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
+    """Puts the model in training mode without gradients, and everything back at the end."""
+    modules = list(model.modules())
+    buffers = [dict(module._buffers) for module in modules]
+    contents = [{name: None if b is None else b.clone() for name, b in own.items()} for own in buffers]
+    plain = (bool, int, float, str, type(None))  # counters and flags, `training` among them
+    flags = [{name: value for name, value in vars(module).items() if isinstance(value, plain)} for module in modules]
+    leaves = (*model.parameters(), *(tensor for tensor in _tensors(args) if tensor.is_leaf))
+    grads = [(leaf, leaf.grad) for leaf in leaves]
+    if not model.training:  # where it trains already, its frozen parts are meant to be in eval mode
+        model.train()
+    for leaf, _ in grads:
+        leaf.grad = None
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for module, own, values, kept in zip(modules, buffers, contents, flags, strict=True):
+            vars(module).update(kept)
+            module._buffers.update(own)
+            with torch.no_grad():
+                for name, value in values.items():
+                    if value is not None:
+                        own[name].copy_(value)  # type: ignore[union-attr]
+        for leaf, grad in grads:
+            leaf.grad = grad
+
+
+# ---- resident memory ------------------------------------------------------------------------------------------------
+
+
+def resident() -> int | None:
+    """Bytes of this process in memory now, freed blocks handed back first; None where the system does not tell."""
+    libc = _libc()
+    if libc is not None:
+        libc.malloc_trim(0)
+    return _status("VmRSS")
+
+
+def peak_growth(run: Callable[[], object], base: int | None = None) -> int | None:
+    """How far resident memory rises above `base` (default: what it is now) while `run` runs; None if unknown.
+
+    Linux keeps the peak as VmHWM, and writing 5 to /proc/self/clear_refs resets it. Where that is not allowed, a thread
+    looks at VmRSS every millisecond, which can miss a short peak.
+    """
+    before = resident()
+    if before is None:
+        run()
+        return None
+    base = before if base is None else base
+    if _reset_peak(before):
+        run()
+        highest = _status("VmHWM")
+    else:
+        with _Sampler() as sampler:
+            run()
+        highest = sampler.highest
+    return None if highest is None else max(highest - base, 0)
+
+
+def _status(field: str) -> int | None:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field + ":")), None)
+
+
+def _reset_peak(now: int) -> bool:
+    """Whether VmHWM starts anew; some sandboxes accept the write and ignore it."""
+    try:
+        _CLEAR_REFS.write_text("5")
+    except OSError:
+        return False
+    highest = _status("VmHWM")
+    return highest is not None and highest <= now + _SLACK
+
+
+class _Sampler(threading.Thread):
+    """The highest VmRSS seen between entering and leaving."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.highest: int | None = None
+        self._over = threading.Event()
+
+    def __enter__(self) -> _Sampler:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while True:
+            self.highest = max(self.highest or 0, _status("VmRSS") or 0) or None
+            if self._over.wait(_SAMPLE_SECONDS):
+                return

@@ -27,12 +27,14 @@ except ImportError:
 needs_torchvision = pytest.mark.skipif(not have_torchvision, reason="torchvision is not installed")
 
 # Name, parameters in all, the layer that sees the last feature map, that map's side. The counts are worked out from
-# the published layer tables with 10 classes; resnet20's is the 0.27M of He et al., table 6.
+# the published layer tables with 10 classes; resnet20's and resnet56's are the 0.27M and 0.85M of He et al., table 6.
 VARIANTS = [
     pytest.param("resnet8", 75_290, "layer3", 8),
     pytest.param("resnet20", 269_722, "layer3", 8),
+    pytest.param("resnet56", 853_018, "layer3", 8),
     pytest.param("resnet18", 11_173_962, "layer4", 4, marks=needs_torchvision),
     pytest.param("mobilenet_v2", 2_236_682, "features", 4, marks=needs_torchvision),
+    pytest.param("vgg16", 14_719_818, "features", 1, marks=needs_torchvision),
     pytest.param("vgg16_bn", 14_728_266, "features", 1, marks=needs_torchvision),
     pytest.param("inception_v3", 21_806_058, "Mixed_7c", 3, marks=needs_torchvision),
     pytest.param("alexnet", 23_272_266, "features", 2, marks=needs_torchvision),
@@ -128,7 +130,7 @@ def test_detection_models_are_built_without_a_download(monkeypatch: pytest.Monke
     [
         ("resnt20", 32, r"no network 'resnt20' at image size 32.*Did you mean resnet20.*alexnet, inception_v3"),
         ("resnet50", 32, r"no variant for such small images.*Known at this size: alexnet"),
-        ("resnet18", 16, r"only the small ResNets take images that small.*resnet20, resnet8"),
+        ("resnet18", 16, r"only the small ResNets take images that small.*resnet20, resnet56, resnet8"),
         ("resnet20", 4, r"image_size is 4; below 8x8.*Enlarge"),
         pytest.param("resnet20", 64, r"for images of 8 to 32 pixels", marks=needs_torchvision),
         pytest.param("resnet19", 224, r"no network of torchvision.*Did you mean resnet1", marks=needs_torchvision),

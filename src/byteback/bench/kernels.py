@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional as F
@@ -36,8 +35,6 @@ PRODUCTS = ("output", "grad_input", "grad_weight")
 class KernelsConfig:
     """Time the three products of a network's layers in int8 against PyTorch FP32."""
 
-    what: tyro.conf.Positional[Literal["kernels"]]
-    """What to measure."""
     shapes: tuple[str, ...] = ("resnet18", "resnet50", "mobilenet_v2")
     """Networks (resnet18, resnet20, resnet50, mobilenet_v2, vgg16, inception_v3) or CSV files of shapes."""
     json: Path | None = None

@@ -2,8 +2,8 @@
 """The networks of the papers, by name: `build("resnet20")` and `names()`.
 
 At 32x32 a name gives the variant for small images that the papers train (the files next to this one). At every
-other size it gives torchvision's network of that name, untrained. The two hand-written small ResNets, resnet8 and
-resnet20, also take smaller images, down to 8x8, and any number of input channels.
+other size it gives torchvision's network of that name, untrained. The hand-written small ResNets, resnet8, resnet20 and
+resnet56, also take smaller images, down to 8x8, and any number of input channels.
 
 Every classification network built here maps images [N, C, H, W] to one tensor of logits [N, num_classes].
 """
@@ -20,7 +20,7 @@ from byteback.models.alexnet import alexnet
 from byteback.models.inception_v3 import inception_v3
 from byteback.models.mobilenet_v2 import mobilenet_v2
 from byteback.models.resnet import SmallResNet, resnet18
-from byteback.models.vgg import vgg16_bn
+from byteback.models.vgg import vgg16, vgg16_bn
 from byteback.torchvision_compat import load
 
 __all__ = ["build", "names"]
@@ -28,10 +28,11 @@ __all__ = ["build", "names"]
 SMALL_IMAGE = 32
 MIN_IMAGE = 8  # two halvings then still leave the last stage of a small ResNet 2x2 pixels to average
 
-_SMALL_RESNET_BLOCKS = {"resnet8": 1, "resnet20": 3}
+_SMALL_RESNET_BLOCKS = {"resnet8": 1, "resnet20": 3, "resnet56": 9}
 _VARIANTS: dict[str, Callable[[int], nn.Module]] = {
     "resnet18": resnet18,
     "mobilenet_v2": mobilenet_v2,
+    "vgg16": vgg16,
     "vgg16_bn": vgg16_bn,
     "inception_v3": inception_v3,
     "alexnet": alexnet,

@@ -2,9 +2,9 @@
 """ResNets for small images.
 
 `SmallResNet` is the network of He et al. (2015), section 4.2: three stages of 16, 32 and 64 channels with n blocks
-each, 6n + 2 layers in all, so n = 3 is ResNet-20 and n = 1 the ResNet-8 of our digits demo. Its shortcuts have no
-parameters (option A of the paper). It is written out here because torchvision has nothing like it, and it needs no
-torchvision. `resnet18` is torchvision's, with a stem that keeps all 32x32 pixels.
+each, 6n + 2 layers in all, so n = 3 is ResNet-20, n = 9 ResNet-56, and n = 1 the ResNet-8 of our digits demo. Its
+shortcuts have no parameters (option A of the paper). It is written out here because torchvision has nothing like it, and
+it needs no torchvision. `resnet18` is torchvision's, with a stem that keeps all 32x32 pixels.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VGG-16 with batch norm for 32x32 images: torchvision's features, and a single linear layer as the head.
+"""VGG-16, with and without batch norm, for 32x32 images: torchvision's features, and a single linear layer as the head.
 
 Five max-pools take 32x32 to 1x1, so the 512 features go straight into the head. torchvision's own head of three
 layers has 120 million parameters, made for 7x7 feature maps; its VGG class is not used so as not to build that first.
@@ -16,8 +16,17 @@ from byteback.torchvision_compat import load
 
 def vgg16_bn(num_classes: int) -> nn.Module:
     """torchvision's vgg16_bn features and one linear layer, initialized as torchvision does."""
+    return _vgg16(num_classes, batch_norm=True)
+
+
+def vgg16(num_classes: int) -> nn.Module:
+    """The same without batch norm."""
+    return _vgg16(num_classes, batch_norm=False)
+
+
+def _vgg16(num_classes: int, batch_norm: bool) -> nn.Module:
     vgg = load().models.vgg
-    features: nn.Sequential = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
+    features: nn.Sequential = vgg.make_layers(vgg.cfgs["D"], batch_norm=batch_norm)
     classifier = nn.Linear(512, num_classes)
     for layer in features:
         if isinstance(layer, nn.Conv2d):

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`byteback bench step`: a whole training step of a network, int8 against PyTorch FP32.
+
+The step is the README's loop: data, loss, backward, optimizer with its learning-rate hook. Both sides run in turns in one
+process, each in its faster memory format, and the ratio is the median over rounds. It is measured twice, with malloc as it
+is and with malloc tuned, each in a process of its own; two more processes measure the memory of either side.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from byteback import models, tables
+from byteback.bench.shapes import NETWORKS
+from byteback.bench.step_worker import Job
+from byteback.bench.training_step import CAN_FUSE, Setting, Variant
+from byteback.recipes import resolve
+
+# model -> (image size, batch) of the published tables; every other name is torchvision's, at 224 pixels, 16 images
+DEFAULTS = {
+    **{model: (size, batch) for model, size, batch in NETWORKS.values()},
+    "resnet8": (32, 128),
+    "resnet56": (32, 128),
+    "vgg16": (32, 128),
+    "r3d_18": (112, 2),
+}
+_ELSE = (224, 16)
+LOSS_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Time a network's whole training step in int8 against PyTorch FP32, part by part, and measure its memory."""
+
+    model: str = "resnet18"
+    """resnet18, resnet20, resnet50, resnet56, mobilenet_v2, vgg16_bn, inception_v3, r3d_18, or any of torchvision's."""
+    image_size: int | None = None
+    """Pixels of a side; each network has a default."""
+    batch: int | None = None
+    """Images per step; each network has a default."""
+    recipe: str = "unified-int8"
+    """plain-int8, unified-int8 or distribution-adaptive-int8."""
+    json: Path | None = None
+    """Write the figures to this file."""
+    rounds: int | None = None
+    """Rounds of one step per side; by default as many as fit into --seconds, and 5 at least."""
+    seconds: float = 20.0
+    """About how long the rounds of one malloc setting may take."""
+    compile: bool = False
+    """Let FP32 also try torch.compile, and count whichever is fastest."""
+    explain: bool = False
+    """Also list the slowest operators of both sides."""
+
+    def setting(self) -> Setting:
+        """The network and its sizes, checked; nothing has been built or timed yet."""
+        size, batch = DEFAULTS.get(self.model, _ELSE)
+        size = size if self.image_size is None else self.image_size
+        batch = batch if self.batch is None else self.batch
+        if batch < 2:
+            raise ValueError(
+                f"bench step: batch is {batch}; BatchNorm needs at least 2 images to average. Pass --batch 2 or more."
+            )
+        if self.rounds is not None and self.rounds < 1:
+            raise ValueError(f"bench step: rounds is {self.rounds}; a median needs at least one. Leave it out for the default.")
+        if self.seconds <= 0:
+            raise ValueError(f"bench step: seconds is {self.seconds}; the rounds need some time. Pass a positive number.")
+        if self.json is not None and not self.json.absolute().parent.is_dir():
+            raise ValueError(f"bench step: cannot write {self.json}, there is no folder {self.json.parent}. Create it first.")
+        resolve(self.recipe)
+        _check_name(self.model)
+        setting = Setting(self.model, size, batch, self.recipe)
+        _check_fits(setting)
+        return setting
+
+
+def _check_name(name: str) -> None:
+    known = sorted({*models.names(models.SMALL_IMAGE), *models.names(_ELSE[0])})
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=5, cutoff=0.5) or sorted(DEFAULTS)
+        raise ValueError(f"bench step: there is no network {name!r}. Near names: {', '.join(near)}.")
+
+
+def _check_fits(setting: Setting) -> None:
+    """Runs the network on tensors without data: a size it cannot take should fail now, and not in a worker."""
+    with torch.device("meta"):
+        model = setting.build().eval()
+        try:
+            with torch.no_grad():
+                output = model(torch.empty(setting.batch, *setting.sample))
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"bench step: {setting.model} cannot take {setting.batch} inputs of shape {setting.sample}: "
+                f"{str(error).splitlines()[0]}. Try another --image-size, or a network for classification."
+            ) from error
+    if not isinstance(output, torch.Tensor) or output.shape != (setting.batch, setting.classes):
+        raise ValueError(
+            f"bench step: {setting.model} is no network for classification: its output is not one tensor of "
+            f"{setting.classes} logits per image, so this loop has no loss for it. Choose one that is."
+        )
+
+
+def run_job(job: Job, on_progress: Callable[[int, int, str], None]) -> dict[str, Any]:
+    """Does a job in a process of its own; the process ends with this call, whatever happens."""
+    with tempfile.TemporaryFile("w+") as errors:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "byteback.bench.step_worker", job.to_json()],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        result: dict[str, Any] | None = None
+        failure = ""
+        try:
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                answer = json.loads(line)
+                result, failure = answer.get("result", result), answer.get("error", failure)
+                if "done" in answer:
+                    on_progress(answer["done"], answer["total"], answer["text"])
+            code = worker.wait()
+        finally:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+        if result is None:
+            errors.seek(0)
+            lines = errors.read().strip().splitlines()
+            why = failure or (lines[-1] if lines else f"its process ended with code {code}, perhaps for lack of memory")
+            raise RuntimeError(f"bench step: measuring {job.what} of {job.setting.model} failed. {why}")
+    return result
+
+
+def measure(config: StepConfig, setting: Setting, console: Console) -> dict[str, Any]:
+    """Every job in turn, with a bar for each; the figures as they go to the JSON file."""
+    bars = (TextColumn("{task.description:<16}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[text]}"))
+    with Progress(*bars, console=console, transient=True) as progress:
+
+        def do(title: str, job: Job) -> dict[str, Any]:
+            task = progress.add_task(title, total=None, text="starting")
+            result = run_job(job, lambda done, total, text: progress.update(task, completed=done, total=total, text=text))
+            progress.update(task, completed=1, total=1, text="done")
+            return result
+
+        timing = {"rounds": config.rounds, "seconds": config.seconds, "compile": config.compile}
+        plain = do("default malloc", Job("time", setting, **timing))  # type: ignore[arg-type]
+        tuned = do("tuned malloc", Job("time", setting, tuned_malloc=True, parts=False, **timing))  # type: ignore[arg-type]
+        variants = {
+            "fp32": Variant(False, plain["fp32_channels_last"]),
+            "int8": Variant(True, plain["int8_channels_last"]),
+        }
+        if CAN_FUSE:
+            variants["unfused"] = Variant(True, plain["int8_channels_last"], fused=False)
+        memory = {name: do(f"memory {name}", Job("memory", setting, variant=v)) for name, v in variants.items()}
+    return figures(setting, plain, tuned, memory)
+
+
+def figures(setting: Setting, plain: dict[str, Any], tuned: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
+    """What the JSON file holds. Ratios of time are FP32 / int8, ratios of memory int8 / FP32."""
+    fp32, int8 = memory["fp32"], memory["int8"]
+    losses = {name: result["losses"] for name, result in memory.items()}
+    peaks = (fp32["peak"], int8["peak"])
+    return {
+        "model": setting.model,
+        "image_size": setting.image_size,
+        "batch": setting.batch,
+        "recipe": setting.recipe,
+        "ratio": plain["ratio"],
+        "ratio_tuned_malloc": tuned["ratio"],
+        "fp32_ms": plain["fp32_ms"],
+        "int8_ms": plain["int8_ms"],
+        "fp32_ms_tuned_malloc": tuned["fp32_ms"],
+        "int8_ms_tuned_malloc": tuned["int8_ms"],
+        "saved_ratio": int8["saved"] / fp32["saved"],
+        "peak_ratio": peaks[1] / peaks[0] if all(peaks) else None,
+        "parts": plain["parts"],
+        "saved_bytes": {name: result["saved"] for name, result in memory.items()},
+        "saved_by_dtype": {name: result["saved_by_dtype"] for name, result in memory.items()},
+        "peak_bytes": {name: result["peak"] for name, result in memory.items()},
+        "losses": losses,
+        "loss_difference_unfused": _difference(losses["int8"], losses["unfused"]) if "unfused" in losses else None,
+        "loss_difference_fp32": _difference(losses["int8"], losses["fp32"]),
+        "operators": plain["operators"],
+        **{name: plain[name] for name in ("malloc", "formats", "rounds", "path", "threads", "capability")},
+        "malloc_tuned": tuned["malloc"],
+        "formats_tuned_malloc": tuned["formats"],
+    }
+
+
+def _difference(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative difference; infinite where a loss is not a number."""
+    apart = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True)]
+    return max(value if value == value else float("inf") for value in apart)
+
+
+def _rounded(value: Any) -> Any:
+    """Figures as people read them: digits below a tenth of a microsecond are noise."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def run(config: StepConfig, console: Console) -> bool:
+    """The command; False where the losses of the fused and the unfused path differ."""
+    setting = config.setting()
+    console.print(
+        f"[bold]{setting.model}[/], {'x'.join(map(str, setting.sample[1:]))} pixels, batch {setting.batch}, {setting.recipe}\n"
+    )
+    result = measure(config, setting, console)
+    show(result, console, config.explain)
+    if config.json:
+        config.json.write_text(json.dumps(_rounded(result), indent=2) + "\n")
+        console.print(f"written to {config.json}")
+    return result["loss_difference_unfused"] is None or result["loss_difference_unfused"] <= LOSS_TOLERANCE
+
+
+def show(result: dict[str, Any], console: Console, explain: bool) -> None:
+    """The figures as tables."""
+    console.print(
+        f"path [bold]{result['path']}[/], {result['threads']} threads, PyTorch uses {result['capability']}; median of "
+        f"{result['rounds']} interleaved rounds; FP32 {result['formats']['fp32']}, int8 {result['formats']['int8']}\n"
+    )
+    ms = [[result[f"{side}_ms{suffix}"] for side in ("fp32", "int8")] for suffix in ("", "_tuned_malloc")]
+    rows = [
+        [malloc, f"{fp32:.1f}", f"{int8:.1f}", f"{ratio:.2f}x"]
+        for malloc, (fp32, int8), ratio in zip(
+            (result["malloc"], result["malloc_tuned"]), ms, (result["ratio"], result["ratio_tuned_malloc"]), strict=True
+        )
+    ]
+    console.print(tables.build("A training step", ["malloc", "fp32 ms", "int8 ms", "int8 is faster"], rows))
+    console.print()
+    console.print(tables.build("Where the time goes (default malloc)", _PART_COLUMNS, _part_rows(result)))
+    console.print()
+    columns = ["", *result["saved_bytes"], "int8 / fp32"]
+    console.print(tables.build("Memory, MB", columns, _memory_rows(result)))
+    if explain:
+        for side, operators in result["operators"].items():
+            rows = [[name, f"{value:.1f}"] for name, value in operators.items()]
+            console.print()
+            console.print(tables.build(f"Slowest operators, {side}", ["operator", "ms"], rows))
+    console.print(f"\n{_losses(result)}")
+
+
+_PART_COLUMNS = ["part", "fp32 ms", "int8 ms", "of int8"]
+
+
+def _part_rows(result: dict[str, Any]) -> list[list[str]]:
+    """Phases in order, each followed by its kinds, those that matter on either side."""
+    rows = []
+    for phase in ("data", "forward", "backward", "optimizer"):
+        own = {name: part for name, part in result["parts"].items() if name == phase or name.startswith(f"{phase}: ")}
+        for name, part in sorted(own.items(), key=lambda item: (item[0] != phase, -item[1]["int8_ms"])):
+            fp32, int8 = part["fp32_ms"], part["int8_ms"]
+            if name != phase and fp32 < 0.005 * result["fp32_ms"] and int8 < 0.005 * result["int8_ms"]:
+                continue
+            label = name if name == phase else f"  {name.split(': ')[1]}"
+            rows.append([label, f"{fp32:.1f}", f"{int8:.1f}", f"{int8 / result['int8_ms']:.0%}"])
+    return rows
+
+
+def _memory_rows(result: dict[str, Any]) -> list[list[str]]:
+    def cells(sizes: dict[str, int | None]) -> list[str]:
+        return ["unknown" if size is None else f"{size / 2**20:.1f}" for size in sizes.values()]
+
+    peak = "" if result["peak_ratio"] is None else f"{result['peak_ratio']:.2f}"
+    return [
+        ["saved for backward", *cells(result["saved_bytes"]), f"{result['saved_ratio']:.2f}"],
+        ["peak of training", *cells(result["peak_bytes"]), peak],
+    ]
+
+
+def _losses(result: dict[str, Any]) -> str:
+    shown = "; ".join(f"{name} {', '.join(f'{loss:.4f}' for loss in values)}" for name, values in result["losses"].items())
+    apart = result["loss_difference_unfused"]
+    text = f"first losses: {shown}; int8 is {result['loss_difference_fp32']:.2%} from fp32"
+    if apart is None:
+        return text
+    verdict = f"{apart:.2%} from its unfused path"
+    return f"{text} and {verdict}" + ("" if apart <= LOSS_TOLERANCE else f" [red](more than {LOSS_TOLERANCE:.0%})[/]")

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process of its own for one measurement of `byteback bench step`: python -m byteback.bench.step_worker '{...}'.
+
+malloc's settings cannot be taken back within a process, and a peak of memory is only clean where nothing ran before, so
+every malloc mode and every side's memory gets a fresh process. The job comes as JSON in the first argument; lines of JSON
+go to stdout: {"done": n, "total": n, "text": "..."} on the way, and at the end {"result": {...}} or {"error": "..."}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics as stats
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+import byteback
+from byteback.bench import step_parts
+from byteback.bench.training_step import PHASES, Setting, Side, Variant
+from byteback.memory import peak_growth, resident, tune_malloc
+from byteback.ops import native
+
+LOSSES = 3  # steps whose losses are compared
+MIN_ROUNDS, MAX_ROUNDS = 5, 101
+_WARM = 3  # steps before the first round: one to get going, two to choose the memory format by
+_HOPELESS = 1.3  # a format this much slower than another after one such step does not get the second
+
+Say = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process is to do."""
+
+    what: str  # "time" or "memory"
+    setting: Setting
+    tuned_malloc: bool = False
+    rounds: int | None = None  # None: as many as fit into `seconds`
+    seconds: float = 20.0
+    parts: bool = True  # whether to say where the time goes, too
+    compile: bool = False
+    variant: Variant | None = None  # for memory
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        fields = json.loads(text)
+        variant = fields.pop("variant")
+        return Job(**{**fields, "setting": Setting(**fields["setting"]), "variant": Variant(**variant) if variant else None})
+
+
+def malloc_name(tuned: bool) -> str:
+    """Which malloc serves this process, and how it is set."""
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text() if maps.exists() else ""
+    name = next((other for other in ("jemalloc", "tcmalloc", "mimalloc") if other in loaded), "")
+    name = name or ("glibc" if "libc.so.6" in loaded or "libc-2." in loaded else "the system's malloc")
+    own = [v for v in ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_CONF") if v in os.environ]
+    state = "tuned by byteback.tune_malloc" if tuned else "set by " + ", ".join(own) if own else "default"
+    return f"{name}, {state}"
+
+
+def measure_time(job: Job, say: Say) -> dict[str, Any]:
+    """Steps of float32 and int8, interleaved, each in its faster memory format."""
+    floats = [
+        Variant(False, last, compiled) for compiled in ((False, True) if job.compile else (False,)) for last in (False, True)
+    ]
+    int8s = [Variant(True, last) for last in (False, True)]
+    total = _WARM * (len(floats) + len(int8s))
+    done = 0
+    chosen: list[Side] = []
+    rivals: dict[str, float] = {}
+    for variants in (floats, int8s):
+        best: tuple[float, Side] | None = None
+        for variant in variants:
+            side = Side(job.setting, variant)
+            times: list[float] = []
+            for step in range(_WARM):
+                say(done + step, total, f"warming up {_name(variant)}")
+                if step < 2 or best is None or min(times[1:]) < _HOPELESS * best[0]:
+                    times.append(sum(side.step()[0].values()))
+            done += _WARM
+            fastest = min(times[1:])
+            rivals[_name(variant)] = fastest
+            if best is None or fastest < best[0]:
+                best = (fastest, side)
+            del side
+        assert best is not None
+        chosen.append(best[1])
+    round_ms = sum(min(ms for name, ms in rivals.items() if name.startswith(kind)) for kind in ("fp32", "int8"))
+    rounds = job.rounds or min(max(int(1e3 * job.seconds / round_ms), MIN_ROUNDS), MAX_ROUNDS)
+    total = done + rounds
+    samples: list[list[dict[str, float]]] = []
+    for index in range(rounds):
+        say(done + index, total, "fp32 and int8 in turns")
+        samples.append([side.step()[0] for side in chosen])
+    say(total, total, "where the time goes")
+    parts = _parts(chosen, samples) if job.parts else {}
+    return {**_summary(samples), **parts, "rounds": rounds, "warm_ms": rivals} | {
+        "formats": {"fp32": str(chosen[0].variant), "int8": str(chosen[1].variant)},
+        "fp32_channels_last": chosen[0].variant.channels_last,
+        "int8_channels_last": chosen[1].variant.channels_last,
+    }
+
+
+def _name(variant: Variant) -> str:
+    return f"{'int8' if variant.int8 else 'fp32'} {variant}"
+
+
+def _summary(samples: list[list[dict[str, float]]]) -> dict[str, Any]:
+    whole = [[sum(phases.values()) for phases in row] for row in samples]
+    return {
+        "ratio": stats.median(row[0] / row[1] for row in whole),
+        "fp32_ms": stats.median(row[0] for row in whole),
+        "int8_ms": stats.median(row[1] for row in whole),
+    }
+
+
+def _parts(chosen: list[Side], samples: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """phase -> both sides' milliseconds, and the same for the kinds of operators within it."""
+    parts: dict[str, dict[str, float]] = {}
+    operators: dict[str, dict[str, float]] = {}
+    for number, (label, side) in enumerate(zip(("fp32", "int8"), chosen, strict=True)):
+        phase_ms = {phase: stats.median(row[number][phase] for row in samples) for phase in PHASES}
+        kinds, by_operator = step_parts.shares(side, steps=1 if sum(phase_ms.values()) > 1e3 else 3)
+        operators[label] = {name: share * sum(phase_ms.values()) for name, share in list(by_operator.items())[:16]}
+        for phase in PHASES:
+            parts.setdefault(phase, {})[f"{label}_ms"] = phase_ms[phase]
+            for kind, share in kinds[phase].items():
+                if phase in ("forward", "backward"):
+                    parts.setdefault(f"{phase}: {kind}", {})[f"{label}_ms"] = share * phase_ms[phase]
+    for values in parts.values():
+        values.setdefault("fp32_ms", 0.0)
+        values.setdefault("int8_ms", 0.0)
+    return {"parts": parts, "operators": operators}
+
+
+def measure_memory(job: Job, say: Say) -> dict[str, Any]:
+    """The peak of a training run above an idle process, what autograd saves, and the first losses."""
+    assert job.variant is not None
+    say(0, LOSSES + 1, _name(job.variant))
+    # What is set up once (threads, modules that PyTorch imports late) is no part of the network's memory.
+    Side(replace(job.setting, model="resnet8", image_size=32, batch=2), job.variant).step()
+    base = resident()
+    losses: list[float] = []
+    sides: list[Side] = []
+
+    def train() -> None:
+        assert job.variant is not None
+        sides.append(Side(job.setting, job.variant))
+        for _ in range(LOSSES):
+            losses.append(sides[0].step()[1])
+            say(len(losses), LOSSES + 1, _name(job.variant))
+
+    peak = peak_growth(train, base)
+    images, _ = sides[0].batch()
+    report = byteback.memory(sides[0].model, images)
+    return {"losses": losses, "peak": peak, "saved": report.saved, "saved_by_dtype": report.saved_by_dtype}
+
+
+def work(job: Job, say: Say) -> dict[str, Any]:
+    """Does the job, and says where it was done."""
+    tuned = job.tuned_malloc and tune_malloc()
+    start = time.perf_counter()
+    result = measure_time(job, say) if job.what == "time" else measure_memory(job, say)
+    return {
+        **result,
+        "malloc": malloc_name(tuned),
+        "path": native.current(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def main() -> None:
+    """Reads the job, answers in lines of JSON."""
+    # Only answers may go to stdout: whatever else prints there (a compiler, a library) is sent to stderr.
+    answers: TextIO = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    try:
+        result = work(Job.from_json(sys.argv[1]), lambda done, total, text: tell({"done": done, "total": total, "text": text}))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        tell({"error": f"{type(error).__name__}: {error}"})
+        raise
+    tell({"result": result})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One side of `byteback bench step`: a network, its optimizer and its data, and the README's loop timed part by part."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import byteback
+from byteback import models
+from byteback.torchvision_compat import load
+
+PHASES = ("data", "forward", "backward", "optimizer")
+FRAMES = 16  # of a clip, for networks that take video
+CAN_FUSE = "fuse" in inspect.signature(byteback.prepare).parameters
+_POOL = 2  # batches' worth of images that each batch is drawn from
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both sides have in common."""
+
+    model: str
+    image_size: int
+    batch: int
+    recipe: str
+    seed: int = 0
+
+    @property
+    def classes(self) -> int:
+        """CIFAR-10's for small images, else ImageNet's."""
+        return 10 if self.image_size <= models.SMALL_IMAGE else 1000
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """The shape of one image, or of one clip."""
+        frames = (FRAMES,) if is_video(self.model, self.image_size) else ()
+        return (3, *frames, self.image_size, self.image_size)
+
+    def build(self) -> nn.Module:
+        """The untrained network."""
+        return models.build(self.model, image_size=self.image_size, num_classes=self.classes)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the step: float32 or int8, contiguous or channels_last, compiled or not, fused or not."""
+
+    int8: bool
+    channels_last: bool
+    compiled: bool = False
+    fused: bool = True
+
+    def __str__(self) -> str:
+        layout = "channels_last" if self.channels_last else "contiguous"
+        return layout + (", torch.compile" if self.compiled else "") + ("" if self.fused else ", unfused")
+
+
+def is_video(name: str, image_size: int) -> bool:
+    """Whether torchvision has the network among those for video."""
+    if image_size <= models.SMALL_IMAGE:
+        return False
+    vision = load().models
+    return name in vision.list_models(module=vision.video)
+
+
+class Side:
+    """A network of one variant in training. Two sides of one setting see the same weights and the same data."""
+
+    def __init__(self, setting: Setting, variant: Variant) -> None:
+        torch.manual_seed(setting.seed)
+        self.setting, self.variant = setting, variant
+        axes = len(setting.sample)
+        last = torch.channels_last if axes == 3 else torch.channels_last_3d
+        self.layout = last if variant.channels_last else torch.contiguous_format
+        self.model = setting.build().to(memory_format=self.layout)  # type: ignore[call-overload]
+        if variant.int8:
+            options: dict[str, Any] = {} if variant.fused or not CAN_FUSE else {"fuse": False}
+            byteback.prepare(self.model, setting.recipe, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+        if variant.int8:
+            byteback.scale_learning_rates(self.optimizer, self.model)
+        self.call = torch.compile(self.model) if variant.compiled else self.model
+        self.draw = torch.Generator().manual_seed(setting.seed)
+        many = _POOL * setting.batch
+        self.images = torch.randn(many, *setting.sample, generator=self.draw)
+        self.labels = torch.randint(0, setting.classes, (many,), generator=self.draw)
+        torch.manual_seed(setting.seed)  # dropout and the like, the same on every side
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """The next images and labels, as a data loader in memory would give them."""
+        chosen = torch.randperm(len(self.labels), generator=self.draw)[: self.setting.batch]
+        return self.images[chosen].to(memory_format=self.layout), self.labels[chosen]
+
+    def step(self) -> tuple[dict[str, float], float]:
+        """The loop of the README, once: (milliseconds of each phase, loss)."""
+        marks = [time.perf_counter()]
+
+        def mark() -> None:
+            marks.append(time.perf_counter())
+
+        with torch.profiler.record_function(PHASES[0]):
+            images, labels = self.batch()
+        mark()
+        with torch.profiler.record_function(PHASES[1]):
+            loss = F.cross_entropy(self.call(images), labels)
+        mark()
+        with torch.profiler.record_function(PHASES[2]):
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+        mark()
+        with torch.profiler.record_function(PHASES[3]):
+            self.optimizer.step()
+        mark()
+        times = {phase: 1e3 * (end - start) for phase, start, end in zip(PHASES, marks, marks[1:], strict=False)}
+        return times, loss.item()

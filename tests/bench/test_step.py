@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`byteback bench step`: its defaults, its processes, and what it makes of their figures. tests/test_cli.py runs it whole."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from byteback.bench import step, step_parts, step_worker
+from byteback.bench.step import DEFAULTS, StepConfig
+from byteback.bench.step_worker import Job
+from byteback.bench.training_step import PHASES, Setting, Side, Variant
+from byteback.torchvision_compat import load
+
+TINY = Setting("resnet8", 8, 4, "unified-int8")
+
+try:
+    load()
+    have_torchvision = True
+except ImportError:
+    have_torchvision = False
+needs_torchvision = pytest.mark.skipif(not have_torchvision, reason="torchvision is not installed")
+
+
+@needs_torchvision
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+def test_every_network_of_the_table_takes_its_default_size(name: str) -> None:
+    setting = StepConfig(model=name).setting()
+    assert (setting.image_size, setting.batch) == DEFAULTS[name]
+
+
+@needs_torchvision
+def test_sizes_come_from_the_table_unless_given() -> None:
+    assert StepConfig(model="resnet34").setting() == Setting("resnet34", 224, 16, "unified-int8")
+    assert StepConfig(model="resnet18", image_size=64, batch=3).setting() == Setting("resnet18", 64, 3, "unified-int8")
+    assert StepConfig(model="r3d_18").setting().sample == (3, 16, 112, 112)
+
+
+@needs_torchvision
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (StepConfig(model="deeplabv3_resnet50"), "no network for classification"),
+        (StepConfig(model="resnet50", image_size=32), "no variant for such small images"),
+        (StepConfig(rounds=0), "rounds is 0"),
+        (StepConfig(seconds=0.0), "seconds is 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(config: StepConfig, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config.setting()
+
+
+def test_sides_start_from_the_same_weights_and_data() -> None:
+    contiguous, last, int8 = (Side(TINY, v) for v in (Variant(False, False), Variant(False, True), Variant(True, True)))
+    times, loss = contiguous.step()
+    assert tuple(times) == PHASES and min(times.values()) > 0
+    assert last.step()[1] == pytest.approx(loss, rel=1e-4)
+    assert int8.step()[1] == pytest.approx(loss, rel=0.1)
+
+
+def test_a_job_survives_its_journey() -> None:
+    job = Job("memory", TINY, rounds=3, variant=Variant(True, False, fused=False))
+    assert Job.from_json(job.to_json()) == job
+    assert Job.from_json(Job("time", TINY).to_json()).variant is None
+
+
+def test_what_a_worker_says_of_its_failure_reaches_the_user() -> None:
+    job = Job("memory", replace(TINY, recipe="absent-int8"), variant=Variant(True, False))
+    with pytest.raises(RuntimeError, match=r"measuring memory of resnet8 failed.*absent-int8"):
+        step.run_job(job, lambda *_: None)
+
+
+def test_an_interrupt_takes_the_worker_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step.subprocess, "Popen", Popen)
+    with pytest.raises(KeyboardInterrupt):
+        step.run_job(Job("time", TINY, rounds=100), interrupt)
+    assert [worker.poll() is not None for worker in started] == [True]
+
+
+def test_rounds_follow_from_the_time_there_is() -> None:
+    assert step_worker.measure_time(Job("time", TINY, seconds=1e-6), lambda *_: None)["rounds"] == step_worker.MIN_ROUNDS
+
+
+def test_the_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    # Ratios 2, 4 and 1.5; the medians of the sides (30 and 10) would give 3.
+    rounds = [
+        [{"forward": 20.0}, {"forward": 10.0}],
+        [{"forward": 40.0}, {"forward": 10.0}],
+        [{"forward": 30.0}, {"forward": 20.0}],
+    ]
+    assert step_worker._summary(rounds) == {"ratio": 2.0, "fp32_ms": 30.0, "int8_ms": 10.0}
+
+
+@dataclass
+class Event:
+    name: str
+    self_cpu_time_total: float
+    cpu_parent: Event | None = None
+
+
+def test_parts_are_found_by_phase_and_kind() -> None:
+    forward, backward = Event("forward", 10.0), Event("backward", 0.0)
+    convolution = Event("aten::convolution", 5.0, forward)
+    events = [
+        forward,
+        backward,
+        convolution,
+        Event("aten::mkldnn_convolution", 60.0, convolution),
+        Event("byteback::absmax", 25.0, forward),
+        Event("byteback::conv_int8_grad_weight", 100.0, backward),
+        Event("aten::empty", 7.0),  # outside every phase
+    ]
+    by_phase, by_operator = step_parts._shares(events)
+    assert by_phase["forward"] == {"convolution": 0.65, "quantize": 0.25, "other": 0.1}
+    assert by_phase["backward"] == {"convolution": 1.0, "other": 0.0}
+    assert by_operator["byteback::conv_int8_grad_weight"] == 0.5
+    assert by_operator["python"] == 0.05
+
+
+def worker_results() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    timed = {
+        **{"ratio": 2.0, "fp32_ms": 20.0, "int8_ms": 10.0, "rounds": 5, "path": "avx2", "threads": 2, "capability": "AVX2"},
+        **{"malloc": "glibc, default", "formats": {"fp32": "contiguous", "int8": "channels_last"}},
+        **{"parts": {"forward": {"fp32_ms": 20.0, "int8_ms": 10.0}}, "operators": {}},
+    }
+    side = {"saved": 100, "saved_by_dtype": {"float32": [1, 100]}, "peak": 400, "losses": [2.0, 1.0, 0.5]}
+    memory = {"fp32": side, "int8": {**side, "saved": 40, "peak": 300}, "unfused": {**side, "losses": [2.0, 1.0, 0.52]}}
+    return timed, {**timed, "ratio": 2.5}, memory
+
+
+def test_ratios_of_memory_are_int8_to_fp32() -> None:
+    plain, tuned, memory = worker_results()
+    result = step.figures(TINY, plain, tuned, memory)
+    assert (result["saved_ratio"], result["peak_ratio"]) == (0.4, 0.75)
+    assert (result["ratio"], result["ratio_tuned_malloc"]) == (2.0, 2.5)
+    memory["fp32"] = {**memory["fp32"], "peak": None}
+    assert step.figures(TINY, plain, tuned, memory)["peak_ratio"] is None
+
+
+@pytest.mark.parametrize(
+    ("unfused", "good"), [([2.0, 1.0, 0.52], False), ([2.0, 1.0, 0.505], True), ([2.0, float("nan"), 0.5], False)]
+)
+def test_the_command_fails_where_fused_and_unfused_losses_differ(
+    unfused: list[float], good: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, tuned, memory = worker_results()
+    memory["unfused"] = {**memory["unfused"], "losses": unfused}
+    monkeypatch.setattr(step, "measure", lambda config, setting, console: step.figures(setting, plain, tuned, memory))
+    output = io.StringIO()
+    assert step.run(StepConfig(model="resnet8"), Console(file=output, width=180)) is good
+    assert ("more than 2%" in output.getvalue()) is not good
+    assert torch.get_default_device().type == "cpu"  # the check on the meta device is over

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""memory counts what autograd keeps, sees the peak, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import byteback
+
+MODULE = sys.modules["byteback.memory"]  # the function of the same name hides it
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is read from /proc")
+MB = 1 << 20
+
+
+class Squares(nn.Module):
+    """x·w, then that times itself: one storage saved under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> dict[str, list[Tensor]]:
+        y = x * self.weight
+        return {"squares": [y * y]}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Dropout(), nn.Flatten(), nn.Linear(8 * 16, 4)
+    )
+
+
+def test_a_storage_counts_once_and_parameters_do_not() -> None:
+    x = torch.ones(100, requires_grad=True)
+    report = byteback.memory(Squares(), x)
+    # x (for the weight's gradient) and y (twice): 100 floats each. The weight of 4 bytes is saved for x's gradient.
+    assert report.saved_by_dtype == {"float32": (2, 800)}
+    assert report.saved == 800
+    assert report.parameters == 4
+    assert x.grad is None
+
+
+def test_int8_layers_save_int8() -> None:
+    model, images = network(), torch.randn(2, 3, 8, 8)
+    before = byteback.memory(model, images)
+    byteback.prepare(model, "plain-int8")
+    after = byteback.memory(model, images)
+    # The second convolution keeps its input (2·8·6·6) and its weight (8·8·3·3) as int8. In float it kept ReLU's output, which
+    # ReLU goes on keeping.
+    assert after.saved_by_dtype["int8"] == (2, 2 * 8 * 6 * 6 + 8 * 8 * 3 * 3)
+    assert "int8" not in before.saved_by_dtype
+    assert "int8" in str(after) and "saved for backward" in str(after)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(training: bool) -> None:
+    images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
+
+    def losses(measured: bool) -> list[float]:
+        model = byteback.prepare(network(), "unified-int8").train(training)
+        model[1].eval()  # a frozen part
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        byteback.scale_learning_rates(optimizer, model)
+        result = []
+        for _ in range(3):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            if measured:
+                grads = [parameter.grad for parameter in model.parameters()]
+                state = {name: value.clone() for name, value in model.state_dict().items()}
+                random = torch.get_rng_state()
+                byteback.memory(model, images)
+                assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+                assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+                assert torch.equal(torch.get_rng_state(), random)
+                assert model.training == training and not model[1].training
+            optimizer.step()
+            result.append(loss.item())
+        return result
+
+    assert losses(True) == losses(False)
+
+
+def test_the_model_is_left_as_it_was_where_it_fails() -> None:
+    model = network().eval()
+    before = model[1].running_mean.clone()
+    with pytest.raises(RuntimeError):
+        byteback.memory(model, torch.randn(2, 3, 9, 9))  # the Linear layer refuses it, after BatchNorm has counted it
+    assert torch.equal(model[1].running_mean, before) and not model.training
+
+
+def test_a_model_without_gradients_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs no gradient"):
+        byteback.memory(nn.ReLU(), torch.randn(2))
+
+
+@on_linux
+@pytest.mark.parametrize("may_reset", [True, False])
+def test_the_peak_sees_what_is_held_for_a_moment(may_reset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not may_reset:
+        monkeypatch.setattr(MODULE, "_CLEAR_REFS", Path("/absent/clear_refs"))
+
+    def hold() -> None:
+        for _ in range(4):
+            torch.ones(64 * MB // 4)
+
+    growth = MODULE.peak_growth(hold)
+    assert growth is not None and 56 * MB < growth < 140 * MB
+
+
+def test_the_peak_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "_STATUS", Path("/absent/status"))
+    report = byteback.memory(Squares(), torch.ones(8))
+    assert report.peak is None
+    assert "unknown" in str(report)
