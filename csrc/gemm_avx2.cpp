@@ -103,7 +103,7 @@ void pack_panel_of_columns(const Product& p, const Weights& w, s64 tap, s64 colu
     for (s64 l = 0; l < padded; l += Micro::kUnit) {
         const s8* from[4];
         for (int u = 0; u < Micro::kUnit; ++u) from[u] = l + u < p.depth ? w.row(l + u, tap) + column : zeros;
-        Micro::interleave(to + l * kColumns * Micro::kBytes, from, width);
+        Micro::interleave(to + l * kColumns * Micro::kBytes, from, width, p.columns - column);
     }
 }
 

@@ -95,6 +95,7 @@ inline void write_floats(const s32* sums, s64 count, f32* const* rows, s64 colum
 struct SignedPairs {
     static constexpr int kUnit = 2, kRows = 6, kBytes = 2;  // depth per step, rows of the block, bytes per packed value
     static constexpr s64 kDepth = 640;                      // of a block whose operands stay in the first-level cache
+    static constexpr s64 kTileRows = 48;                    // so do this many rows of 256 values
 
     // Both multiplies before both additions is a few percent faster than alternating.
     __attribute__((always_inline)) static void row(Vector& low, Vector& high, Vector b_low, Vector b_high, Vector, const char* a) {
@@ -116,10 +117,11 @@ struct SignedPairs {
         if (c < n) store(to + 2 * c, _mm256_cvtepi8_epi16(load_tail(from + c, n - c)));
     }
 
-    // n values of kUnit rows, interleaved: [value][row]. May write up to 15 values past the end.
-    static void interleave(char* to, const s8* const* from, s64 n) {
+    // n values of kUnit rows, of which `readable` values may be read, interleaved: [value][row]. May write up to 15 values past
+    // the end.
+    static void interleave(char* to, const s8* const* from, s64 n, s64 readable) {
         for (s64 c = 0; c < n; c += 16) {
-            const __m128i x = load_tail(from[0] + c, n - c), y = load_tail(from[1] + c, n - c);
+            const __m128i x = load_tail(from[0] + c, readable - c), y = load_tail(from[1] + c, readable - c);
             store(to + 4 * c, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y)));
             store(to + 4 * c + 32, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x, y)));
         }
@@ -128,7 +130,7 @@ struct SignedPairs {
 
 struct UnsignedQuads {
     static constexpr int kUnit = 4, kRows = 5, kBytes = 1;
-    static constexpr s64 kDepth = 1280;
+    static constexpr s64 kDepth = 1280, kTileRows = 80;
 
     __attribute__((always_inline)) static void row(Vector& low, Vector& high, Vector b_low, Vector b_high, Vector ones,
                                                    const char* a) {
@@ -147,10 +149,10 @@ struct UnsignedQuads {
 
     static void pack_row(char* to, const s8* from, s64 n) { std::memcpy(to, from, static_cast<size_t>(n)); }
 
-    static void interleave(char* to, const s8* const* from, s64 n) {
+    static void interleave(char* to, const s8* const* from, s64 n, s64 readable) {
         for (s64 c = 0; c < n; c += 16) {
             __m128i x[4];
-            for (int u = 0; u < 4; ++u) x[u] = load_tail(from[u] + c, n - c);
+            for (int u = 0; u < 4; ++u) x[u] = load_tail(from[u] + c, readable - c);
             const __m128i a = _mm_unpacklo_epi8(x[0], x[1]), b = _mm_unpacklo_epi8(x[2], x[3]);
             const __m128i d = _mm_unpackhi_epi8(x[0], x[1]), e = _mm_unpackhi_epi8(x[2], x[3]);
             __m128i* out = reinterpret_cast<__m128i*>(to + 4 * c);
