@@ -17,17 +17,18 @@
 //   by pixels   each thread owns a stretch of pixels and all of dW; packed operands are used at once. For small dW.
 //   by tiles    each thread owns a part of dW and reads every pixel; both operands are packed once for all. For large dW.
 // The depth is cut into stretches of at most 131072 pixels, whose sums an int32 holds; more than one are added in int64.
+// `Micro` is the multiply kernel (gemm_micro_*.h).
+#pragma once
+
 #include <vector>
 
-#include "avx2.h"
 #include "gather.h"
 #include "gemm_micro_avx2.h"
 #include "parallel.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
-constexpr s64 kColumns = 16;
 constexpr s64 kStretch = 131072;        // pixels per int32 sum, below kInt32Depth = 133144
 constexpr s64 kSmallBytes = 400'000;    // of dW: up to here each thread keeps its own in the second-level cache
 constexpr s64 kPackedBytes = 6 << 20;   // of both packed operands at a time
@@ -99,7 +100,8 @@ private:
                 const s64 j = panel * kColumns;
                 const s8* source[4];
                 for (int u = 0; u < Micro::kUnit; ++u) source[u] = row[u] + j;
-                Micro::interleave(to + panel * b_panel + k * kColumns * Micro::kBytes, source, std::min(kColumns, K - j), K - j);
+                char* here = to + panel * b_panel + k * kColumns * Micro::kBytes;
+                Micro::interleave_b(here, source, std::min(kColumns, K - j), K - j);
             }
         }
     }
@@ -133,11 +135,11 @@ private:
             char* here = to + t * a_tile + at * 4;
             // interleave writes in sixteens: the last ones go round about where they would reach into the next step.
             const s64 whole = round_up(n, 16) <= most ? n : n / 16 * 16;
-            Micro::interleave(here, source, whole, C - c);
+            Micro::interleave_a(here, source, whole, C - c);
             for (int u = 0; u < Micro::kUnit; ++u) source[u] += whole;
             if (whole < n) {
                 char rest[64];
-                Micro::interleave(rest, source, n - whole, C - c - whole);
+                Micro::interleave_a(rest, source, n - whole, C - c - whole);
                 std::memcpy(here + whole * 4, rest, static_cast<size_t>(n - whole) * 4);
                 for (int u = 0; u < Micro::kUnit; ++u) source[u] += n - whole;
             }
@@ -162,7 +164,8 @@ private:
                 const s64 n = std::min(kBlock, count - b * kBlock), padded = round_up(n, Micro::kUnit);
                 pack_gradient(first + b * kBlock, n, padded, B);
                 pack_input(first + b * kBlock, n, padded, A);
-                for (s64 t = 0; t < tiles; ++t) multiply(A + t * a_tile, B, padded, t, 0, panels, own + thread * size(), b > begin);
+                for (s64 t = 0; t < tiles; ++t)
+                    multiply(A + t * a_tile, B, padded, t, 0, panels, own + thread * size(), b > begin);
             }
         });
         parallel_for(threads, tiles * panels, [&](s64 unit) {
@@ -185,9 +188,10 @@ private:
         const s64 each = ceil_div(all, ceil_div(all, most));  // blocks of a pass
         char* packed = scratch<PackScratch>(static_cast<size_t>(each * (a_block() + b_block())));
         for (s64 done = 0; done < all; done += each)
-            pass(first + done * kBlock, std::min(each * kBlock, count - done * kBlock), packed, done > 0, threads, [&](s64 unit) {
-                if (done + each >= all) finish(unit);
-            });
+            pass(first + done * kBlock, std::min(each * kBlock, count - done * kBlock), packed, done > 0, threads,
+                 [&](s64 unit) {
+                     if (done + each >= all) finish(unit);
+                 });
     }
 
     template <class Finish>
@@ -216,10 +220,13 @@ private:
     // One block of tile t by the panels [p0, p1).
     void multiply(const char* A, const char* B, s64 padded, s64 t, s64 p0, s64 p1, s32* to, bool accumulate) const {
         const s64 height = std::min(tile, rows - t * tile);
-        for (s64 p = p0; p < p1; ++p)
+        alignas(64) s32 starts[kColumns];
+        for (s64 p = p0; p < p1; ++p) {
+            Micro::column_starts(B + p * b_panel, padded / Micro::kUnit, starts);
             for (s64 i = 0; i < height; i += Micro::kRows)
-                multiply_block<Micro>(A + i * 4, 4, tile * 4, B + p * b_panel, padded / Micro::kUnit,
+                multiply_block<Micro>(A + i * 4, 4, tile * 4, B + p * b_panel, padded / Micro::kUnit, starts,
                                       to + ((t * panels + p) * tile + i) * kColumns, kColumns, accumulate);
+        }
     }
 
     const s64 a_tile, b_panel;  // bytes of a block
@@ -298,19 +305,14 @@ void grad_weight_group(const ConvShape& s, s64 group, const s8* g, const s8* x, 
     parallel_for(threads, product.tiles * product.panels, [&](s64 unit) { write(wide.data() + unit * unit_size, unit); });
 }
 
-}  // namespace
-
-void gemm_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, bool nonnegative, int threads) {
+template <class Micro>
+void run_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {
     if (s.batch * s.out_pixels() == 0) {
         std::fill_n(dw, s.out_channels * s.taps() * s.group_in(), 0.0f);
         return;
     }
-    for (s64 group = 0; group < s.groups; ++group) {
-        if (nonnegative)
-            grad_weight_group<UnsignedQuads>(s, group, g, x, factor, dw, threads);
-        else
-            grad_weight_group<SignedPairs>(s, group, g, x, factor, dw, threads);
-    }
+    for (s64 group = 0; group < s.groups; ++group) grad_weight_group<Micro>(s, group, g, x, factor, dw, threads);
 }
 
-}  // namespace byteback::avx2
+}  // namespace
+}  // namespace byteback
