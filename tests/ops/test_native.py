@@ -93,13 +93,14 @@ def test_a_self_check_compares_every_native_path() -> None:
 @pytest.mark.skipif("avx512vnni" not in native.available(), reason="needs AVX-512 VNNI")
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_that_wrap_on_the_way_come_out_right(sign: int) -> None:
-    """With the offset of 128 the sums pass 2^31 (255 * 127 * 70000), the result (127 * 127 * 70000) does not."""
-    x = torch.full((1, 70000, 1, 1), 127, dtype=torch.int8)
-    w = torch.full((1, 70000, 1, 1), 127 * sign, dtype=torch.int8)
+    """With the offset of 128 the sums pass 2^31 (255 * 127 * depth), the result (127 * 127 * depth) does not."""
+    depth = 17 << 12  # a float32 holds the result
+    x = torch.full((1, depth, 1, 1), 127, dtype=torch.int8)
+    w = torch.full((1, depth, 1, 1), 127 * sign, dtype=torch.int8)
     with byteback.path("avx512vnni"):
         result = ops.conv_int8(x, ONE, w, ONE, [1, 1], [0, 0], [1, 1])
     assert native.last_kernel == "avx512vnni/gemm_s8"
-    assert result.item() == sign * 127 * 127 * 70000
+    assert result.item() == sign * 127 * 127 * depth
 
 
 @pytest.mark.skipif("avx512vnni" not in native.available(), reason="needs AVX-512 VNNI")
