@@ -15,6 +15,7 @@
 #include "generic.h"
 #include "plan.h"
 #include "rows.h"
+#include "self_check.h"
 #ifdef BYTEBACK_AVX2
 #include "avx2.h"
 #endif
@@ -59,10 +60,10 @@ std::tuple<std::string, std::string> explain(int path, int kind, const ShapeNumb
     return {name_of(plan.algorithm), plan.reason};
 }
 
-// One elementwise function for each path: `BYTEBACK_CALL(name)(arguments)` picks by `path`.
+// One elementwise function for each path: `BYTEBACK_CALL(name)(arguments)` picks by `path`. avx512vnni has none of its own.
 #ifdef BYTEBACK_AVX2
 #define BYTEBACK_CALL(name, ...) \
-    (static_cast<Path>(path) == Path::avx2 ? avx2::name(__VA_ARGS__) : generic::name(__VA_ARGS__))
+    (static_cast<Path>(path) != Path::generic ? avx2::name(__VA_ARGS__) : generic::name(__VA_ARGS__))
 #else
 #define BYTEBACK_CALL(name, ...) ((void)path, generic::name(__VA_ARGS__))
 #endif
@@ -124,6 +125,7 @@ NB_MODULE(_native, m) {
     m.doc() = "Native kernels of Byteback; used through byteback.ops.";
     m.def("is_compiled", [](int path) { return is_compiled(static_cast<Path>(path)); });
     m.def("cpu_supports", [](int path) { return cpu_supports(static_cast<Path>(path)); });
+    m.def("self_check", [](int path) { return self_check(static_cast<Path>(path)); });
     m.def("conv_output", &run_product<conv_output>);
     m.def("conv_grad_input", &run_product<conv_grad_input>);
     m.def("conv_grad_weight", &run_product<conv_grad_weight>);

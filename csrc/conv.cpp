@@ -6,6 +6,9 @@
 #ifdef BYTEBACK_AVX2
 #include "avx2.h"
 #endif
+#ifdef BYTEBACK_AVX512VNNI
+#include "avx512vnni.h"
+#endif
 
 namespace byteback {
 
@@ -20,7 +23,10 @@ const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w,
             avx2::gemm_output(s, x, w, factor, y, nonnegative, threads);
             return nonnegative ? "avx2/gemm_u8" : "avx2/gemm_s16";
         }
-        case Algorithm::direct: break;
+#ifdef BYTEBACK_AVX512VNNI
+        case Algorithm::gemm_vnni: avx512vnni::gemm_output(s, x, w, factor, y, threads); return "avx512vnni/gemm_s8";
+#endif
+        default: break;
     }
 #endif
     (void)path;
@@ -34,7 +40,10 @@ const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8
         case Algorithm::depthwise: avx2::depthwise_grad_input(s, g, w, factor, dx, threads); return "avx2/depthwise";
         case Algorithm::winograd: avx2::winograd_grad_input(s, g, w, factor, dx, threads); return "avx2/winograd";
         case Algorithm::gemm: avx2::gemm_grad_input(s, g, w, factor, dx, threads); return "avx2/gemm_s16";
-        case Algorithm::direct: break;
+#ifdef BYTEBACK_AVX512VNNI
+        case Algorithm::gemm_vnni: avx512vnni::gemm_grad_input(s, g, w, factor, dx, threads); return "avx512vnni/gemm_s8";
+#endif
+        default: break;
     }
 #endif
     (void)path;
@@ -52,7 +61,10 @@ const char* conv_grad_weight(Path path, const ConvShape& s, const s8* g, const s
             avx2::gemm_grad_weight(s, g, x, factor, dw, nonnegative, threads);
             return nonnegative ? "avx2/gemm_u8" : "avx2/gemm_s16";
         }
-        case Algorithm::direct: break;
+#ifdef BYTEBACK_AVX512VNNI
+        case Algorithm::gemm_vnni: avx512vnni::gemm_grad_weight(s, g, x, factor, dw, threads); return "avx512vnni/gemm_s8";
+#endif
+        default: break;
     }
 #endif
     (void)path;

@@ -8,7 +8,7 @@
 namespace byteback {
 
 enum class ProductKind { output, grad_input, grad_weight };
-enum class Algorithm { direct, gemm, winograd, depthwise };
+enum class Algorithm { direct, gemm, gemm_vnni, winograd, depthwise };
 
 struct Plan {
     Algorithm algorithm;

@@ -34,7 +34,10 @@ struct AllLanes {
     __m256 load(const f32* p) const { return _mm256_loadu_ps(p); }
     // Converts from memory, which spares the shuffle of the upper half.
     Wide wide(const f32* p, __m256) const { return {_mm256_cvtps_pd(_mm_loadu_ps(p)), _mm256_cvtps_pd(_mm_loadu_ps(p + 4))}; }
-    Wide integers(const s8* p) const { return widen_bytes(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+    Wide integers(const s8* p) const { return {quarter(p), quarter(p + 4)}; }
+
+private:
+    static __m256d quarter(const s8* p) { return _mm256_cvtepi32_pd(_mm_cvtepi8_epi32(_mm_loadu_si32(p))); }
 };
 
 // n <= 8 bytes, the others 0; reads nothing behind them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import types
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ def product() -> torch.Tensor:
 def test_this_machine_runs_the_native_paths_that_it_can() -> None:
     assert native.library is not None, "the native library did not load, so its kernels go untested"
     with open("/proc/cpuinfo") as info:
-        has_avx2 = " avx2 " in info.read()
-    assert ("avx2" in native.available()) == has_avx2
+        flags = set(info.read().split())
+    assert ("avx2" in native.available()) == ("avx2" in flags)
+    vnni = {"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
+    assert ("avx512vnni" in native.available()) == (vnni <= flags)
     assert "generic" in native.available()
 
 
@@ -61,3 +64,50 @@ def test_a_path_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     why = r"(?s)no kernel can run.*avx2 +: this build has no native library"
     with pytest.raises(RuntimeError, match=why), byteback.path("avx2"):
         pass
+
+
+def test_a_path_that_fails_its_self_check_is_refused_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = types.SimpleNamespace(
+        is_compiled=lambda path: True,
+        cpu_supports=lambda path: True,
+        self_check=lambda path: "output by avx512vnni/gemm_s8 differs from the generic path",
+    )
+    monkeypatch.setattr(native, "library", broken)
+    native._self_check.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="'avx512vnni' is not used, because its self-check failed"):
+            assert native.available()[0] == "avx2"
+        assert "self-check failed here: output by" in native.why_not("avx512vnni")
+        with pytest.raises(RuntimeError, match="self-check failed"), byteback.path("avx512vnni"):
+            pass
+    finally:
+        native._self_check.cache_clear()
+
+
+@pytest.mark.skipif("avx512vnni" not in native.available(), reason="needs AVX-512 VNNI")
+def test_a_self_check_compares_every_native_path() -> None:
+    assert native.library is not None
+    assert [native.library.self_check(number) for number in range(3)] == ["", "", ""]
+
+
+@pytest.mark.skipif("avx512vnni" not in native.available(), reason="needs AVX-512 VNNI")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_that_wrap_on_the_way_come_out_right(sign: int) -> None:
+    """With the offset of 128 the sums pass 2^31 (255 * 127 * depth), the result (127 * 127 * depth) does not."""
+    depth = 17 << 12  # a float32 holds the result
+    x = torch.full((1, depth, 1, 1), 127, dtype=torch.int8)
+    w = torch.full((1, depth, 1, 1), 127 * sign, dtype=torch.int8)
+    with byteback.path("avx512vnni"):
+        result = ops.conv_int8(x, ONE, w, ONE, [1, 1], [0, 0], [1, 1])
+    assert native.last_kernel == "avx512vnni/gemm_s8"
+    assert result.item() == sign * 127 * 127 * depth
+
+
+@pytest.mark.skipif("avx512vnni" not in native.available(), reason="needs AVX-512 VNNI")
+def test_sums_beyond_int32_are_left_to_avx2() -> None:
+    x = torch.full((1, 140000, 1, 1), 127, dtype=torch.int8)
+    with byteback.path("avx512vnni"):
+        result = ops.conv_int8(x, ONE, x, ONE, [1, 1], [0, 0], [1, 1])
+    assert native.last_kernel.startswith("avx2/gemm")
+    with byteback.path("generic"):
+        assert torch.equal(result, ops.conv_int8(x, ONE, x, ONE, [1, 1], [0, 0], [1, 1]))

@@ -4,16 +4,20 @@
     reference   plain PyTorch, on any device: the meaning of every operator
     generic     portable C++
     avx2        C++ for x86-64 with AVX2 and FMA
+    avx512vnni  the same, with matrix products by AVX-512 VNNI
 
 Every path gives the same bits. Without a word from the user the best path that can run here is taken; `with path(...)` or
-the environment variable BYTEBACK_PATH (read at each call) choose another one. The native paths serve CPU tensors; tensors
+the environment variable BYTEBACK_PATH (read at each call) choose another one. avx512vnni is compared with generic on small
+products before it is first used, and refused with a warning if a bit differs. The native paths serve CPU tensors; tensors
 elsewhere are served by the reference.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -25,9 +29,11 @@ except ImportError as error:
     library = None
     _load_error = str(error)
 
-PATHS = ("reference", "generic", "avx2")  # from the plainest to the fastest
+PATHS = ("reference", "generic", "avx2", "avx512vnni")  # from the plainest to the fastest
 VARIABLE = "BYTEBACK_PATH"
-_NUMBERS = {"generic": 0, "avx2": 1}  # enum class Path in csrc/path.h
+_NUMBERS = {"generic": 0, "avx2": 1, "avx512vnni": 2}  # enum class Path in csrc/path.h
+
+_SELF_CHECKED = ("avx512vnni",)  # no machine of the project's tests is sure to have it
 
 _chosen: list[str] = []  # by `with path(...)`, innermost last
 last_kernel = ""
@@ -48,7 +54,25 @@ def why_not(path: str) -> str:
         return "not compiled into this build"
     if not library.cpu_supports(_NUMBERS[path]):
         return f"this CPU lacks {path}"
+    if path in _SELF_CHECKED:
+        return _self_check(path)
     return ""
+
+
+@functools.cache
+def _self_check(path: str) -> str:
+    """Why a path that could run must not, found once by comparing it with the generic one; empty if all is well."""
+    assert library is not None
+    found = library.self_check(_NUMBERS[path])
+    if not found:
+        return ""
+    warnings.warn(
+        f"byteback: path {path!r} is not used, because its self-check failed on this machine: {found}. Results stay right, on "
+        "a slower path. Please report this with the output of `byteback doctor`.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return f"its self-check failed here: {found}"
 
 
 def available() -> list[str]:

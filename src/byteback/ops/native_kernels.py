@@ -188,7 +188,7 @@ def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
 
 def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     dense, rows = _rows(x, per_sample=scale.shape[0] > 1)
-    q = torch.empty_like(dense, dtype=torch.int8).copy_(values)
+    q = values if values.stride() == dense.stride() else torch.empty_like(dense, dtype=torch.int8).copy_(values)
     scale = scale.contiguous()
     terms = torch.empty(3, dtype=torch.float64)
     _library().dot_terms(

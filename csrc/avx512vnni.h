@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// The AVX-512 VNNI path: the matrix products, by multiplies of four int8 pairs at once. Everything else is the AVX2 path's.
+#pragma once
+
+#include "types.h"
+
+namespace byteback::avx512vnni {
+
+// Implicit GEMM, any convolution whose sums an int32 holds (gemm_avx512vnni.cpp).
+bool gemm_fits(const ConvShape&);
+void gemm_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads);
+void gemm_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
+void gemm_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
+
+}  // namespace byteback::avx512vnni

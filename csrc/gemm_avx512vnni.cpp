@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Convolution as a matrix product on the AVX-512 VNNI path: one multiply kernel serves, whatever the signs.
+#include "avx512vnni.h"
+#include "gemm_grad_weight.h"
+#include "gemm_micro_avx512vnni.h"
+#include "gemm_product.h"
+
+namespace byteback::avx512vnni {
+
+bool gemm_fits(const ConvShape& s) { return s.taps() * std::max(s.group_in(), s.group_out()) <= kInt32Depth; }
+
+void gemm_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+    run_output<OffsetQuads>(s, x, w, factor, y, threads);
+}
+
+void gemm_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    run_grad_input<OffsetQuads>(s, g, w, factor, dx, threads);
+}
+
+void gemm_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {
+    run_grad_weight<OffsetQuads>(s, g, x, factor, dw, threads);
+}
+
+}  // namespace byteback::avx512vnni

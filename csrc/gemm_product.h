@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+// Output and grad_input of any convolution as an implicit matrix product.
+//
+//   rows      pixels of a grid over the result
+//   depth     taps x source channels; a row of A is gathered tap by tap, zeros where a tap falls into the padding
+//   columns   result channels
+//
+// grad_input is the same product with source = grad_output and the weights read backwards. With a stride, the pixels of
+// the result fall into stride_d * stride_h * stride_w phases; all pixels of a phase meet the same taps, so each phase is
+// one such product. `Micro` is the multiply kernel (gemm_micro_*.h).
+#pragma once
+
+#include <vector>
+
+#include "gather.h"
+#include "gemm_micro_avx2.h"
+#include "parallel.h"
+
+namespace byteback {
+namespace {
+
+constexpr s64 kBlockBytes = 400'000;  // of A and C that stay in the second-level cache
+constexpr s64 kStreamBytes = 16 << 20;  // results larger than this bypass the caches
+
+struct Product {
+    Gather from;
+    s64 depth;  // channels summed per tap
+    s64 batch, grid[3];
+    std::vector<Tap> taps;
+    f32* result;
+    const s64* result_size;
+    s64 result_channels, result_begin, columns;
+    s64 result_start[3], result_step[3];
+    Factor factor;
+
+    s64 grid_pixels() const { return grid[0] * grid[1] * grid[2]; }
+};
+
+// A stretch of one tap's channels that goes into one depth block.
+struct Segment {
+    s64 tap, begin, length, position;
+};
+
+struct DepthBlock {
+    s64 start, length;  // in the padded depth
+    std::vector<Segment> segments;
+};
+
+// Cuts the depth (taps x padded channels) into blocks of at most about `most`.
+std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded, s64 most) {
+    std::vector<DepthBlock> blocks;
+    if (padded <= most) {
+        const s64 count = ceil_div(taps * padded, most), each = ceil_div(taps, count);
+        for (s64 first = 0; first < taps; first += each) {
+            const s64 last = std::min(taps, first + each);
+            DepthBlock block{first * padded, (last - first) * padded, {}};
+            for (s64 t = first; t < last; ++t) block.segments.push_back({t, 0, depth, (t - first) * padded});
+            blocks.push_back(block);
+        }
+        return blocks;
+    }
+    const s64 each = round_up(ceil_div(padded, ceil_div(padded, most)), 16);
+    for (s64 t = 0; t < taps; ++t)
+        for (s64 c = 0; c < padded; c += each) {
+            const s64 length = std::min(each, padded - c);
+            blocks.push_back({t * padded + c, length, {{t, c, std::min(length, depth - c), 0}}});
+        }
+    return blocks;
+}
+
+// One group's weights, w[k][tap][c], as the product reads them: depth along c and columns along k (output), or the reverse.
+struct Weights {
+    const s8* w;
+    s64 taps, C;
+    bool columns_are_k;
+
+    const s8* row(s64 k, s64 tap) const { return w + (k * taps + tap) * C; }
+};
+
+struct WeightScratch {};
+struct RowScratch {};
+
+// A panel whose depth lies together in memory: 16 rows are widened, then their 4-byte steps are turned from [row][step] to
+// [step][row].
+template <class Micro>
+void pack_panel_of_rows(const Product& p, const Weights& w, s64 tap, s64 column, s64 padded, char* to) {
+    const s64 length = padded * Micro::kBytes, stride = round_up(length + 32, 64), steps = length / 4;
+    char* rows = scratch<RowScratch>(static_cast<size_t>(stride * kColumns));
+    std::memset(rows, 0, static_cast<size_t>(stride * kColumns));
+    for (s64 j = 0; j < std::min(kColumns, p.columns - column); ++j) {
+        Micro::pack_row_b(rows + j * stride, w.row(column + j, tap), p.depth);
+        const s64 filled = p.depth * Micro::kBytes;
+        std::memset(rows + j * stride + filled, 0, static_cast<size_t>(length - filled));
+    }
+    for (s64 step = 0; step < steps; ++step)
+        for (s64 j = 0; j < kColumns; ++j) std::memcpy(to + (step * kColumns + j) * 4, rows + j * stride + step * 4, 4);
+}
+
+// A panel whose columns lie together: `kUnit` rows at a time are interleaved.
+template <class Micro>
+void pack_panel_of_columns(const Product& p, const Weights& w, s64 tap, s64 column, s64 padded, const s8* zeros, char* to) {
+    const s64 width = std::min(kColumns, p.columns - column);
+    for (s64 l = 0; l < padded; l += Micro::kUnit) {
+        const s8* from[4];
+        for (int u = 0; u < Micro::kUnit; ++u) from[u] = l + u < p.depth ? w.row(l + u, tap) + column : zeros;
+        Micro::interleave_b(to + l * kColumns * Micro::kBytes, from, width, p.columns - column);
+    }
+}
+
+struct PackedWeights {
+    const char* panels;  // [columns / 16][padded depth / unit][16][unit]
+    const s32* starts;   // [columns], rounded up to whole panels: from where the sums of a column begin
+};
+
+template <class Micro>
+PackedWeights pack_weights(const Product& p, const Weights& w, s64 padded, int threads) {
+    const s64 taps = static_cast<s64>(p.taps.size()), panels = ceil_div(p.columns, kColumns), length = taps * padded;
+    const s64 panel_bytes = length * kColumns * Micro::kBytes, all = round_up(panels * panel_bytes, 64);
+    char* packed = scratch<WeightScratch>(static_cast<size_t>(all + panels * kColumns * 4 + 64));
+    s32* starts = reinterpret_cast<s32*>(packed + all);
+    const s8 zeros[kColumns] = {};
+    parallel_for(threads, panels * taps, [&](s64 job) {
+        const s64 column = job / taps * kColumns, t = job % taps, tap = p.taps[static_cast<size_t>(t)].weight;
+        char* to = packed + (column * length + t * padded * kColumns) * Micro::kBytes;
+        if (w.columns_are_k)
+            pack_panel_of_rows<Micro>(p, w, tap, column, padded, to);
+        else
+            pack_panel_of_columns<Micro>(p, w, tap, column, padded, zeros, to);
+    });
+    if (Micro::kOffset)
+        parallel_for(threads, panels, [&](s64 panel) {
+            Micro::column_starts(packed + panel * panel_bytes, length / Micro::kUnit, starts + panel * kColumns);
+        });
+    return {packed, starts};
+}
+
+f32* result_of(const Product& p, const Pixel& pixel) {
+    s64 flat = pixel.n;
+    for (int axis = 0; axis < 3; ++axis)
+        flat = flat * p.result_size[axis] + p.result_start[axis] + pixel.at[axis] * p.result_step[axis];
+    return p.result + flat * p.result_channels + p.result_begin;
+}
+
+void write_row(const Product& p, const s32* sums, s64 n, f32* to) {
+    const f32* factor = p.factor.values + n * p.factor.row + p.result_begin * p.factor.column;
+    s64 j = 0;
+    for (; j + 8 <= p.columns; j += 8) {
+        const __m256 f = p.factor.column ? _mm256_loadu_ps(factor + j) : _mm256_set1_ps(*factor);
+        _mm256_storeu_ps(to + j, _mm256_mul_ps(_mm256_cvtepi32_ps(load(sums + j)), f));
+    }
+    for (; j < p.columns; ++j) to[j] = static_cast<f32>(sums[j]) * factor[j * p.factor.column];
+}
+
+void write_row(const Product& p, const s64* sums, s64 n, f32* to) {
+    const f32* factor = p.factor.values + n * p.factor.row + p.result_begin * p.factor.column;
+    for (s64 j = 0; j < p.columns; ++j) to[j] = static_cast<f32>(sums[j]) * factor[j * p.factor.column];
+}
+
+struct BlockScratch {};
+
+template <class Micro>
+class Runner {
+public:
+    Runner(const Product& product, const PackedWeights& packed, s64 padded)
+        : p(product),
+          weights(packed.panels),
+          starts(packed.starts),
+          blocks(depth_blocks(static_cast<s64>(p.taps.size()), p.depth, padded, Micro::kDepth)),
+          length(static_cast<s64>(p.taps.size()) * padded),
+          rows(p.batch * p.grid_pixels()),
+          padded_columns(round_up(p.columns, kColumns)) {
+        for (const DepthBlock& block : blocks) widest = std::max(widest, block.length);
+        stride = round_up(widest * Micro::kBytes + 32, 64) + 64;  // an odd number of lines: rows do not share cache sets
+    }
+
+    void run(int threads) {
+        // One depth block and full panels: the sums are final when they leave the registers.
+        const bool direct = blocks.size() == 1 && p.columns % kColumns == 0 && p.factor.row == 0;
+        const s64 c_bytes = direct ? 0 : padded_columns * 4;
+        // Every block ends in the second-level cache, and every thread gets as many blocks as the others.
+        s64 each = Micro::kRows * 16;
+        while (each > Micro::kRows * 4 && each * (widest * Micro::kBytes + c_bytes) > kBlockBytes) each -= Micro::kRows;
+        const s64 count = round_up(ceil_div(rows, each), threads);
+        each = round_up(ceil_div(rows, count), Micro::kRows);
+        parallel_for(threads, ceil_div(rows, each), [&](s64 i) {
+            const s64 first = i * each, n = std::min(each, rows - first);
+            if (direct)
+                run_direct(first, n);
+            else
+                run_block(first, n);
+        });
+    }
+
+private:
+    void run_direct(s64 first, s64 count) {
+        char* A = scratch<BlockScratch>(static_cast<size_t>(round_up(count, Micro::kRows) * stride + 64));
+        gather(blocks[0], first, count, A);
+        std::vector<f32*> to(static_cast<size_t>(count));
+        bool aligned = rows * p.columns * 4 > kStreamBytes;
+        Pixel pixel = pixel_of(first, p.grid);
+        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
+            to[static_cast<size_t>(i)] = result_of(p, pixel);
+            aligned = aligned && reinterpret_cast<uintptr_t>(to[static_cast<size_t>(i)]) % 64 == 0;
+        }
+        const s64 steps = blocks[0].length / Micro::kUnit;
+        const f32* factors = p.factor.values + p.result_begin * p.factor.column;
+        alignas(64) s32 sums[Micro::kRows * kColumns];
+        for (s64 j = 0; j < p.columns; j += kColumns) {
+            const char* B = weights + j * length * Micro::kBytes;
+            const __m256 low = p.factor.column ? _mm256_loadu_ps(factors + j) : _mm256_set1_ps(*factors);
+            const __m256 high = p.factor.column ? _mm256_loadu_ps(factors + j + 8) : low;
+            for (s64 i = 0; i < count; i += Micro::kRows) {
+                multiply_block<Micro>(A + i * stride, stride, 4, B, steps, starts + j, sums, kColumns, false);
+                write_floats(sums, std::min<s64>(Micro::kRows, count - i), to.data() + i, j, low, high, aligned);
+            }
+        }
+        if (aligned) _mm_sfence();
+    }
+
+    void run_block(s64 first, s64 count) {
+        const s64 padded_rows = round_up(count, Micro::kRows);
+        const s64 a_bytes = padded_rows * stride + 64;  // stride is a multiple of 64
+        const bool deep = length > kInt32Depth;
+        char* A = scratch<BlockScratch>(static_cast<size_t>(a_bytes + padded_rows * padded_columns * 4));
+        s32* C = reinterpret_cast<s32*>(A + a_bytes);
+        std::vector<s64> wide(deep ? static_cast<size_t>(count * padded_columns) : 0, 0);
+        s64 summed = 0;  // depth that C holds since it was last emptied
+        for (const DepthBlock& block : blocks) {
+            if (deep && summed + block.length > kInt32Depth) {
+                widen(C, count, wide);
+                summed = 0;
+            }
+            gather(block, first, count, A);
+            multiply(block, A, padded_rows, C, summed > 0);
+            summed += block.length;
+        }
+        if (deep) widen(C, count, wide);
+        Pixel pixel = pixel_of(first, p.grid);
+        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
+            if (deep)
+                write_row(p, wide.data() + i * padded_columns, pixel.n, result_of(p, pixel));
+            else
+                write_row(p, C + i * padded_columns, pixel.n, result_of(p, pixel));
+        }
+    }
+
+    void gather(const DepthBlock& block, s64 first, s64 count, char* A) const {
+        Pixel pixel = pixel_of(first, p.grid);
+        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
+            const Gather::Origin origin = p.from.origin(pixel);
+            for (const Segment& s : block.segments)
+                Micro::pack_row_a(A + i * stride + s.position * Micro::kBytes, p.from.at(origin, s.tap) + s.begin, s.length);
+        }
+    }
+
+    void multiply(const DepthBlock& block, const char* A, s64 padded_rows, s32* C, bool accumulate) const {
+        static const s32 none[kColumns] = {};
+        for (s64 j = 0; j < padded_columns; j += kColumns) {
+            const char* B = weights + (j * length + block.start * kColumns) * Micro::kBytes;
+            const s32* begin = block.start == 0 ? starts + j : none;
+            for (s64 i = 0; i < padded_rows; i += Micro::kRows)
+                multiply_block<Micro>(A + i * stride, stride, 4, B, block.length / Micro::kUnit, begin,
+                                      C + i * padded_columns + j, padded_columns, accumulate);
+        }
+    }
+
+    void widen(const s32* C, s64 count, std::vector<s64>& wide) const {
+        for (s64 i = 0; i < count * padded_columns; ++i) wide[static_cast<size_t>(i)] += C[i];
+    }
+
+    const Product& p;
+    const char* weights;
+    const s32* starts;
+    std::vector<DepthBlock> blocks;
+    s64 length, rows, padded_columns, widest = 0, stride = 0;
+};
+
+template <class Micro>
+void run_product(const Product& p, const Weights& w, int threads) {
+    if (p.taps.empty() || p.batch * p.grid_pixels() == 0) return;
+    const s64 padded = round_up(p.depth, Micro::kUnit);
+    Runner<Micro>(p, pack_weights<Micro>(p, w, padded, threads), padded).run(threads);
+}
+
+template <class Micro>
+void output_group(const ConvShape& s, s64 group, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+    const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
+    Product p{};
+    p.taps = forward_taps(s);
+    p.from = Gather(x, s.in, s.in_channels, group * C, C, s.stride, p.taps);
+    p.depth = C, p.batch = s.batch, p.factor = factor;
+    p.result = y, p.result_size = s.out, p.result_channels = s.out_channels, p.result_begin = group * K, p.columns = K;
+    for (int axis = 0; axis < 3; ++axis) {
+        p.grid[axis] = s.out[axis];
+        p.result_step[axis] = 1;
+    }
+    run_product<Micro>(p, {w + group * K * taps * C, taps, C, true}, threads);
+}
+
+// The grad_input pixels i with (i + padding) % stride == phase, and the taps that reach them.
+bool phase_of(const ConvShape& s, const s64 (&phase)[3], Product& p) {
+    for (int axis = 0; axis < 3; ++axis) {
+        const s64 start = ((phase[axis] - s.padding[axis]) % s.stride[axis] + s.stride[axis]) % s.stride[axis];
+        p.result_start[axis] = start;
+        p.result_step[axis] = s.stride[axis];
+        p.grid[axis] = start < s.in[axis] ? ceil_div(s.in[axis] - start, s.stride[axis]) : 0;
+    }
+    p.taps.clear();
+    for (s64 t = 0; t < s.taps(); ++t) {
+        const s64 at[3] = {t / (s.kernel[1] * s.kernel[2]), t / s.kernel[2] % s.kernel[1], t % s.kernel[2]};
+        Tap tap{{}, t};
+        bool meets = true;
+        for (int axis = 0; axis < 3; ++axis) {
+            // Output pixel o with o * stride = i + padding - t * dilation, for i = start + grid * stride.
+            const s64 from = p.result_start[axis] + s.padding[axis] - at[axis] * s.dilation[axis];
+            meets = meets && from % s.stride[axis] == 0;
+            tap.offset[axis] = from / s.stride[axis];
+        }
+        if (meets) p.taps.push_back(tap);
+    }
+    return p.grid_pixels() > 0;
+}
+
+// Whether some input pixels are reached by no tap: a stride larger than the kernel leaves such phases.
+bool leaves_pixels_out(const ConvShape& s) {
+    for (int axis = 0; axis < 3; ++axis)
+        if (s.stride[axis] > 1) {
+            std::vector<char> met(static_cast<size_t>(s.stride[axis]), 0);
+            for (s64 t = 0; t < s.kernel[axis]; ++t) met[static_cast<size_t>(t * s.dilation[axis] % s.stride[axis])] = 1;
+            for (char m : met)
+                if (!m) return true;
+        }
+    return false;
+}
+
+void write_zeros(f32* to, s64 count, int threads) {
+    parallel_ranges(threads, ceil_div(count, 4096), [&](int, s64 begin, s64 end) {
+        std::fill(to + begin * 4096, to + std::min(count, end * 4096), 0.0f);
+    });
+}
+
+template <class Micro>
+void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
+    for (s64 d = 0; d < s.stride[0]; ++d)
+        for (s64 h = 0; h < s.stride[1]; ++h)
+            for (s64 v = 0; v < s.stride[2]; ++v) {
+                Product p{};
+                p.depth = K, p.batch = s.batch, p.factor = factor;
+                p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels, p.result_begin = group * C, p.columns = C;
+                if (!phase_of(s, {d, h, v}, p)) continue;
+                p.from = Gather(g, s.out, s.out_channels, group * K, K, {1, 1, 1}, p.taps);
+                run_product<Micro>(p, {w + group * K * taps * C, taps, C, false}, threads);
+            }
+}
+
+template <class Micro>
+void run_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    if (leaves_pixels_out(s)) write_zeros(dx, s.batch * s.in_pixels() * s.in_channels, threads);
+    for (s64 group = 0; group < s.groups; ++group) grad_input_group<Micro>(s, group, g, w, factor, dx, threads);
+}
+
+template <class Micro>
+void run_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+    for (s64 group = 0; group < s.groups; ++group) output_group<Micro>(s, group, x, w, factor, y, threads);
+}
+
+}  // namespace
+}  // namespace byteback

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// A start-up test of a path on the machine at hand: small products, compared with the generic path bit for bit.
+#pragma once
+
+#include <string>
+
+#include "path.h"
+
+namespace byteback {
+
+// Empty if all is well, else what differs. The path must be able to run. Takes about a millisecond.
+std::string self_check(Path);
+
+}  // namespace byteback
