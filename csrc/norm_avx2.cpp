@@ -84,8 +84,10 @@ struct ApplyKernel {
     Tally tally;
     Keeper keeper;
     s64 at = 0, mask_row = 0;
+    bool stream;
 
-    ApplyKernel(const Forward& from, const Outcome& outcome, s64 together) : whole(from), to(outcome), clip(outcome.clip) {
+    ApplyKernel(const Forward& from, const Outcome& outcome, s64 together)
+        : whole(from), to(outcome), clip(outcome.clip), stream(should_stream(to.output, from.rows, from.channels, 8)) {
         const Constants k({from.a, from.b, outcome.centre, nullptr}, from.channels, together);
         whole.a = k[0], whole.b = k[1];
         fill_inverse(outcome, from.channels, together, k[3]);
@@ -98,25 +100,31 @@ struct ApplyKernel {
         mask_row = row * mask_width(whole.channels);
     }
 
-    // Everything but the int8, whose int32 are returned.
-    template <class Lanes>
-    BYTEBACK_INLINE __m256i one(s64 e, Lanes lanes) {
-        const __m256 x = lanes.load(run.x + e), z = forward_z(run, e, x, lanes), value = activate<activation>(z);
-        if (to.mask) to.mask[mask_row + e / 8] = static_cast<u8>(_mm256_movemask_ps(lanes.only(passes<activation>(z))));
-        if (to.output) lanes.store(to.output + at + e, value);
-        if (keeper.values) keeper.keep(at + e, e, x, lanes);
-        return to.values ? _mm256_cvtps_epi32(tally.scaled(lanes.only(value), clip)) : _mm256_setzero_si256();
-    }
-    BYTEBACK_INLINE void block(s64 e) {
-        __m256i q[4];
+    template <int V, class Lanes>
+    BYTEBACK_INLINE void some(s64 e, Lanes lanes) {
+        __m256 value[V];
+        u32 mask = 0;
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) q[v] = one(e + 8 * v, AllLanes{});
-        if (to.values) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.values + at + e), packed32(q));
+        for (int v = 0; v < V; ++v) {
+            const __m256 x = lanes.load(run.x + e + 8 * v), z = forward_z(run, e + 8 * v, x, lanes);
+            value[v] = activate<activation>(z);
+            if (to.mask) mask |= static_cast<u32>(_mm256_movemask_ps(lanes.only(passes<activation>(z)))) << 8 * v;
+            if (to.output) put(to.output + at + e + 8 * v, value[v], stream, lanes);
+            if (keeper.values) keeper.keep(at + e + 8 * v, e + 8 * v, x, lanes);
+        }
+        if (to.mask) std::memcpy(to.mask + mask_row + e / 8, &mask, V);
+        if (!to.values) return;
+        if constexpr (V == 1) value[0] = lanes.only(value[0]);
+        const bool special = tally.see(value);
+        __m256i q[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) q[v] = _mm256_cvtps_epi32(tally.scaled(value[v], clip, special));
+        store_bytes(to.values + at + e, q, lanes);
     }
+    BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
     template <class Lanes>
     BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
-        const __m256i q = one(e, lanes);
-        if (to.values) lanes.store_bytes(to.values + at + e, packed8(q));
+        some<1>(e, lanes);
     }
 };
 
@@ -150,7 +158,7 @@ struct PairKernel {
     Noise noise;
     PairNoise state;
     s8 *by_tensor, *by_channel;
-    Tally tensor_tally, channel_tally;
+    Tally tally, channel_tally;  // the second only counts what is saturated
 
     PairKernel(const f32* from, s64 all_channels, f32 one, const f32* clips, Noise n, s8* first, s8* second, s64 together)
         : x(from), channels(all_channels), clip(one), noise(n), state(n, 0), by_tensor(first), by_channel(second) {
@@ -168,29 +176,28 @@ struct PairKernel {
         if (noise.stochastic) state = PairNoise(noise, row * ceil_div(channels, 2));
     }
 
-    template <class Lanes>
-    BYTEBACK_INLINE void one(s64 e, __m256i u, Lanes lanes, __m256i& q, __m256i& q_channel) {
-        const __m256 v = lanes.load(x + at + e);
-        __m256 y = tensor_tally.scaled(v, clip);
-        __m256 y_channel = channel_tally.scaled(v, Clip(_mm256_loadu_ps(inverse + e), _mm256_loadu_ps(bound + e)));
-        if (noise.stochastic) y = PairNoise::round(y, u), y_channel = PairNoise::round(y_channel, u);
-        q = _mm256_cvtps_epi32(y), q_channel = _mm256_cvtps_epi32(y_channel);
-    }
-    BYTEBACK_INLINE void block(s64 e) {
-        __m256i u[4] = {}, q[4], q_channel[4];
-        if (noise.stochastic) state.next16(u[0], u[1]), state.next16(u[2], u[3]);
+    template <int V, class Lanes>
+    BYTEBACK_INLINE void some(s64 e, Lanes lanes) {
+        __m256 value[V];
+        __m256i u[V], q[V], q_channel[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) one(e + 8 * v, u[v], AllLanes{}, q[v], q_channel[v]);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(by_tensor + at + e), packed32(q));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(by_channel + at + e), packed32(q_channel));
+        for (int v = 0; v < V; ++v) value[v] = lanes.load(x + at + e + 8 * v);
+        const bool special = tally.see(value);
+        if (noise.stochastic) state.next(u);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+            const Clip each(_mm256_loadu_ps(inverse + e + 8 * v), _mm256_loadu_ps(bound + e + 8 * v));
+            __m256 y = tally.scaled(value[v], clip, special), y_channel = channel_tally.scaled(value[v], each, special);
+            if (noise.stochastic) y = PairNoise::round(y, u[v]), y_channel = PairNoise::round(y_channel, u[v]);
+            q[v] = _mm256_cvtps_epi32(y), q_channel[v] = _mm256_cvtps_epi32(y_channel);
+        }
+        store_bytes(by_tensor + at + e, q, lanes);
+        store_bytes(by_channel + at + e, q_channel, lanes);
     }
+    BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
     template <class Lanes>
     BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
-        __m256i u = _mm256_setzero_si256(), q, q_channel;
-        if (noise.stochastic) u = state.next8();
-        one(e, u, lanes, q, q_channel);
-        lanes.store_bytes(by_tensor + at + e, packed8(q));
-        lanes.store_bytes(by_channel + at + e, packed8(q_channel));
+        some<1>(e, lanes);
     }
 };
 
@@ -231,10 +238,11 @@ void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* cl
         rows, channels, threads,
         [&](s64 together) { return PairKernel(x, channels, clip, clips, noise, by_tensor, by_channel, together); },
         [&](int thread, const PairKernel& kernel) {
-            first[thread] = kernel.tensor_tally.report();
+            first[thread] = kernel.tally.report();
             second[thread] = kernel.channel_tally.report();
         });
-    reports[0] = joined(first), reports[1] = joined(second);
+    reports[0] = joined(first);
+    reports[1] = {joined(second).saturated, reports[0].nonfinite, reports[0].peak};
 }
 
 }  // namespace byteback::avx2

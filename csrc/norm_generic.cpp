@@ -34,11 +34,9 @@ f32 exponential(f32 t) {
     t = t < kExpLowest ? kExpLowest : t > kExpHighest ? kExpHighest : t;
     const f32 n = std::nearbyint(t * kLog2E);
     const f32 r = (t - n * kLn2High) - n * kLn2Low;
-    f32 sum = kExpTerms[0];
-    for (int i = 1; i < 6; ++i) sum = sum * r + kExpTerms[i];
-    sum = (sum * (r * r) + r) + 1.0f;
-    const s32 whole = static_cast<s32>(n), half = whole >> 1;
-    return (sum * power_of_two(half)) * power_of_two(whole - half);
+    const f32 square = r * r, upper = kExp5 * r + kExp4, lower = kExp3 * r + kExp2;
+    const f32 tail = upper * square + lower;
+    return ((tail * square + r) + 1.0f) * power_of_two(static_cast<s32>(n));
 }
 
 // A NaN stays one; -0 becomes +0.

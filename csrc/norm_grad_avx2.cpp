@@ -35,6 +35,7 @@ template <Stored stored, Gate gate>
 struct FloatKernel {
     GradientRun<stored, gate> run;
     f32* result;
+    bool stream;
 
     BYTEBACK_INLINE void start(s64 row) { run.start(row); }
     BYTEBACK_INLINE void block(s64 e) {
@@ -43,7 +44,7 @@ struct FloatKernel {
     }
     template <class Lanes>
     BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
-        lanes.store(result + run.at + e, run.dx(e, lanes));
+        put(result + run.at + e, run.dx(e, lanes), stream, lanes);
     }
 };
 
@@ -64,40 +65,37 @@ struct ByteKernel {
         if (noise.stochastic) state = PairNoise(noise, row * ceil_div(run.from.channels, 2));
     }
 
-    template <class Lanes>
-    BYTEBACK_INLINE __m256 scaled(s64 e, Lanes lanes) {
-        return tally.scaled(lanes.only(run.dx(e, lanes)), clip);
-    }
-    BYTEBACK_INLINE void block(s64 e) {
-        __m256 y[4];
-        __m256i q[4];
+    template <int V, class Lanes>
+    BYTEBACK_INLINE void some(s64 e, Lanes lanes) {
+        __m256 value[V];
+        __m256i u[V], q[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) y[v] = scaled(e + 8 * v, AllLanes{});
-        if (noise.stochastic) {
-            __m256i u[4];
-            state.next16(u[0], u[1]), state.next16(u[2], u[3]);
+        for (int v = 0; v < V; ++v) value[v] = lanes.only(run.dx(e + 8 * v, lanes));
+        const bool special = tally.see(value);
+        if (noise.stochastic) state.next(u);
 #pragma GCC unroll 4
-            for (int v = 0; v < 4; ++v) y[v] = PairNoise::round(y[v], u[v]);
+        for (int v = 0; v < V; ++v) {
+            __m256 y = tally.scaled(value[v], clip, special);
+            if (noise.stochastic) y = PairNoise::round(y, u[v]);
+            q[v] = _mm256_cvtps_epi32(y);  // half to even; exact after floor
         }
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) q[v] = _mm256_cvtps_epi32(y[v]);  // half to even; exact after floor
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(result + run.at + e), packed32(q));
+        store_bytes(result + run.at + e, q, lanes);
     }
+    BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
     template <class Lanes>
     BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
-        __m256 y = scaled(e, lanes);
-        if (noise.stochastic) y = PairNoise::round(y, state.next8());
-        lanes.store_bytes(result + run.at + e, packed8(_mm256_cvtps_epi32(y)));
+        some<1>(e, lanes);
     }
 };
 
 }  // namespace
 
 void normalize_grad(const Backward& from, f32* dx, int threads) {
+    const bool stream = should_stream(dx, from.rows, from.channels, 8);
     with_backward(from, [&](auto stored, auto gate) {
         using Kernel = FloatKernel<decltype(stored)::is, decltype(gate)::is>;
         walk_rows(
-            from.rows, from.channels, threads, [&](s64 together) { return Kernel{{from, together}, dx}; },
+            from.rows, from.channels, threads, [&](s64 together) { return Kernel{{from, together}, dx, stream}; },
             [](int, const Kernel&) {});
     });
 }

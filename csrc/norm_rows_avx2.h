@@ -79,6 +79,7 @@ void walk_rows(s64 rows, s64 channels, int threads, const Make& make, const Done
             for (; e + 8 <= n; e += 8) kernel.vector(e, AllLanes{});
             if (e < n) kernel.vector(e, FirstLanes(n - e));
         }
+        _mm_sfence();  // behind what was streamed
         done(thread, kernel);
     });
 }
@@ -86,15 +87,6 @@ void walk_rows(s64 rows, s64 channels, int threads, const Make& make, const Done
 inline std::vector<Report> no_reports(int threads) { return std::vector<Report>(threads > 1 ? threads : 1, Report{0, 0, 0.0f}); }
 
 // ---- down the columns ------------------------------------------------------------------------------------------------
-
-// Eight floats as float64.
-struct Wide {
-    __m256d low, high;
-};
-
-BYTEBACK_INLINE Wide widen(__m256 x) {
-    return {_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))};
-}
 
 // V vectors of eight sums each.
 template <int V>
@@ -187,6 +179,7 @@ void walk_columns(s64 rows, s64 channels, f64* const* sums, int threads, const M
                 if (c < to) kernel.template columns<1>(piece, c, FirstLanes(to - c));
             }
         }
+        _mm_sfence();  // behind what was streamed
         done(thread, kernel);
     });
     if (sum_count == 0) return;

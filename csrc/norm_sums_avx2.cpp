@@ -31,7 +31,7 @@ struct StatsKernel {
             piece.fetch(x, c, i);
             for (int v = 0; v < V; ++v) {
                 const __m256 value = lanes.load(from + 8 * v);
-                const Wide wide = widen(value);
+                const Wide wide = lanes.wide(from + 8 * v, value);
                 total.add(v, wide);
                 squares.add_product(v, wide, wide);
                 least[v] = _mm256_min_ps(value, least[v]);  // the second operand if one is NaN
@@ -53,12 +53,21 @@ BYTEBACK_INLINE void fetch_kept(const Piece& piece, const Kept& x, s64 c, s64 i)
     if constexpr (stored == Stored::s8) piece.fetch(static_cast<const s8*>(x.values), c, i);
 }
 
+template <Stored stored, class Lanes>
+BYTEBACK_INLINE Wide wide_kept(const Kept& x, s64 at, __m256 value, Lanes lanes) {
+    if constexpr (stored == Stored::f32) return lanes.wide(static_cast<const f32*>(x.values) + at, value);
+    return widen(value);
+}
+
 template <Stored stored, Gate gate>
 struct GradSumsKernel {
     Backward from;
     f32* masked;
+    bool stream;
 
-    GradSumsKernel(const Backward& given, f32* to) : from(with_constants(given, constants_of(given, 1))), masked(to) {}
+    GradSumsKernel(const Backward& given, f32* to)
+        : from(with_constants(given, constants_of(given, 1))), masked(to),
+          stream(should_stream(to, from.rows, from.channels, 16)) {}
 
     template <int V, class Lanes>
     BYTEBACK_INLINE void columns(const Piece& piece, s64 c, Lanes lanes) {
@@ -72,8 +81,8 @@ struct GradSumsKernel {
                 const __m256 gm = gated<gate>(lanes.load(from.g + at + 8 * v), x, from, c + 8 * v, m + v);
                 const Wide wide = widen(gm);
                 total.add(v, wide);
-                dot.add_product(v, wide, widen(x));
-                if (masked) lanes.store(masked + at + 8 * v, gm);
+                dot.add_product(v, wide, wide_kept<stored>(from.x, at + 8 * v, x, lanes));
+                if (masked) put(masked + at + 8 * v, gm, stream, lanes);
             }
         }
         total.save(piece.sums + c, piece.missing), dot.save(piece.sums + piece.padded + c, piece.missing);
@@ -84,10 +93,12 @@ template <Stored stored, Gate gate>
 struct GradMomentsKernel {
     Backward from;
     f32* dx;
+    bool stream;
     std::vector<s32> peak;  // bits of max|dx|
 
     GradMomentsKernel(const Backward& given, f32* to)
-        : from(with_constants(given, constants_of(given, 1))), dx(to), peak(round_up(given.channels, 16), 0) {}
+        : from(with_constants(given, constants_of(given, 1))), dx(to),
+          stream(should_stream(to, from.rows, from.channels, 16)), peak(round_up(given.channels, 16), 0) {}
 
     template <int V, class Lanes>
     BYTEBACK_INLINE void columns(const Piece& piece, s64 c, Lanes lanes) {
@@ -109,7 +120,7 @@ struct GradMomentsKernel {
                 total.add(v, wide);
                 squares.add_product(v, wide, wide);
                 most[v] = _mm256_max_epi32(most[v], magnitude(value));
-                lanes.store(dx + at + 8 * v, value);
+                put(dx + at + 8 * v, value, stream, lanes);
             }
         }
         total.save(piece.sums + c, piece.missing), squares.save(piece.sums + piece.padded + c, piece.missing);

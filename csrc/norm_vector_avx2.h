@@ -21,8 +21,21 @@ namespace {
 
 // ---- lanes: whole vectors, or the first few of one -------------------------------------------------------------------
 
+// Eight floats as float64.
+struct Wide {
+    __m256d low, high;
+};
+
+BYTEBACK_INLINE Wide widen(__m256 x) {
+    return {_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))};
+}
+
 struct AllLanes {
     BYTEBACK_INLINE __m256 load(const f32* p) const { return _mm256_loadu_ps(p); }
+    // Converts from memory, which spares the shuffle of the upper half.
+    BYTEBACK_INLINE Wide wide(const f32* p, __m256) const {
+        return {_mm256_cvtps_pd(_mm_loadu_ps(p)), _mm256_cvtps_pd(_mm_loadu_ps(p + 4))};
+    }
     BYTEBACK_INLINE __m128i words(const u16* p) const { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
     BYTEBACK_INLINE __m128i bytes(const s8* p) const { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
     BYTEBACK_INLINE void store(f32* p, __m256 v) const { _mm256_storeu_ps(p, v); }
@@ -41,6 +54,7 @@ struct FirstLanes {
           mask(_mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<s32>(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))) {}
 
     __m256 load(const f32* p) const { return _mm256_maskload_ps(p, mask); }
+    Wide wide(const f32*, __m256 x) const { return widen(x); }
     __m128i words(const u16* p) const { return some(p, count * 2); }
     __m128i bytes(const s8* p) const { return some(p, count); }
     void store(f32* p, __m256 v) const { _mm256_maskstore_ps(p, mask, v); }
@@ -56,6 +70,23 @@ private:
     }
 };
 
+// Past the caches if `stream` says so: only for floats that are aligned to a vector.
+BYTEBACK_INLINE void put(f32* to, __m256 v, bool stream, AllLanes lanes) {
+    if (stream)
+        _mm256_stream_ps(to, v);
+    else
+        lanes.store(to, v);
+}
+BYTEBACK_INLINE void put(f32* to, __m256 v, bool, FirstLanes lanes) { lanes.store(to, v); }
+
+// Whether a float result is so large that no cache would hold it until it is read again; `whole` floats are written together.
+inline bool should_stream(const f32* to, s64 rows, s64 channels, s64 whole) {
+    constexpr s64 kLarge = 24 << 20;
+    const uintptr_t address = reinterpret_cast<uintptr_t>(to);
+    return to && channels % whole == 0 && address % (whole * sizeof(f32)) == 0 &&
+           rows * channels * static_cast<s64>(sizeof(f32)) > kLarge;
+}
+
 // ---- activations and gates -------------------------------------------------------------------------------------------
 
 BYTEBACK_INLINE __m256 all(f32 value) { return _mm256_set1_ps(value); }
@@ -69,12 +100,12 @@ BYTEBACK_INLINE __m256 exponential(__m256 t) {
     t = _mm256_min_ps(all(kExpHighest), _mm256_max_ps(all(kExpLowest), t));
     const __m256 n = _mm256_round_ps(_mm256_mul_ps(t, all(kLog2E)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m256 r = _mm256_sub_ps(_mm256_sub_ps(t, _mm256_mul_ps(n, all(kLn2High))), _mm256_mul_ps(n, all(kLn2Low)));
-    __m256 sum = all(kExpTerms[0]);
-#pragma GCC unroll 5
-    for (int i = 1; i < 6; ++i) sum = _mm256_add_ps(_mm256_mul_ps(sum, r), all(kExpTerms[i]));
-    sum = _mm256_add_ps(_mm256_add_ps(_mm256_mul_ps(sum, _mm256_mul_ps(r, r)), r), all(1.0f));
-    const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
-    return _mm256_mul_ps(_mm256_mul_ps(sum, power_of_two(half)), power_of_two(_mm256_sub_epi32(whole, half)));
+    const __m256 square = _mm256_mul_ps(r, r);
+    const __m256 upper = _mm256_add_ps(_mm256_mul_ps(all(kExp5), r), all(kExp4));
+    const __m256 lower = _mm256_add_ps(_mm256_mul_ps(all(kExp3), r), all(kExp2));
+    const __m256 tail = _mm256_add_ps(_mm256_mul_ps(upper, square), lower);
+    const __m256 sum = _mm256_add_ps(_mm256_add_ps(_mm256_mul_ps(tail, square), r), all(1.0f));
+    return _mm256_mul_ps(sum, power_of_two(_mm256_cvtps_epi32(n)));
 }
 
 BYTEBACK_INLINE __m256 one_plus_exp_of_minus(__m256 z) {
@@ -110,7 +141,8 @@ BYTEBACK_INLINE __m256 passes(__m256 z) {
 // The lanes whose bit of a mask's byte is set.
 BYTEBACK_INLINE __m256 lanes_of(u8 byte) {
     const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(byte), bits), bits));
+    const __m256i everywhere = _mm256_set1_epi8(static_cast<char>(byte));
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(everywhere, bits), bits));
 }
 
 template <Gate gate>
@@ -148,23 +180,28 @@ BYTEBACK_INLINE __m256 kept_value(const Kept& x, s64 at, s64 k, Lanes lanes) {
     return _mm256_add_ps(_mm256_mul_ps(q, _mm256_loadu_ps(x.step + k)), _mm256_loadu_ps(x.centre + k));
 }
 
-// Eight int32 as eight bytes.
-BYTEBACK_INLINE __m128i packed8(__m256i v) {
-    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-    return _mm_packs_epi16(words, words);
+// Eight int32 up to 127 as eight bytes of at least -127.
+BYTEBACK_INLINE __m128i packed(const __m256i (&v)[1]) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v[0]), _mm256_extracti128_si256(v[0], 1));
+    return _mm_max_epi8(_mm_packs_epi16(words, words), _mm_set1_epi8(-127));
 }
 
-// Four vectors of int32 as 32 bytes in order. Packing works within 128-bit halves, so the last step puts the words right.
-BYTEBACK_INLINE __m256i packed32(const __m256i (&v)[4]) {
+// Four vectors as 32 bytes in order. Packing works within 128-bit halves, so the last step puts the words right.
+BYTEBACK_INLINE __m256i packed(const __m256i (&v)[4]) {
     const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
-    return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    const __m256i ordered = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    return _mm256_max_epi8(ordered, _mm256_set1_epi8(-127));
 }
 
-// NaN as 0, then clamped to ±127.
-BYTEBACK_INLINE __m256 to_range(__m256 y) {
-    y = _mm256_and_ps(y, _mm256_cmp_ps(y, y, _CMP_ORD_Q));
-    return _mm256_min_ps(_mm256_max_ps(y, all(-127.0f)), all(127.0f));
+BYTEBACK_INLINE void store_bytes(s8* to, const __m256i (&v)[4], AllLanes) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed(v));
 }
+template <class Lanes>
+BYTEBACK_INLINE void store_bytes(s8* to, const __m256i (&v)[1], Lanes lanes) {
+    lanes.store_bytes(to, packed(v));
+}
+
+BYTEBACK_INLINE __m256 nan_as_zero(__m256 y) { return _mm256_and_ps(y, _mm256_cmp_ps(y, y, _CMP_ORD_Q)); }
 
 template <class Lanes>
 BYTEBACK_INLINE void keep_bf16(u16* to, __m256 x, Lanes lanes) {
@@ -178,7 +215,7 @@ BYTEBACK_INLINE void keep_bf16(u16* to, __m256 x, Lanes lanes) {
 template <class Lanes>
 BYTEBACK_INLINE void keep_bytes(s8* to, __m256 x, const f32* centre, const f32* inverse, Lanes lanes) {
     const __m256 y = _mm256_mul_ps(_mm256_sub_ps(x, _mm256_loadu_ps(centre)), _mm256_loadu_ps(inverse));
-    lanes.store_bytes(to, packed8(_mm256_cvtps_epi32(to_range(y))));
+    store_bytes(to, {_mm256_cvtps_epi32(_mm256_min_ps(nan_as_zero(y), all(127.0f)))}, lanes);
 }
 
 // ---- int8 ------------------------------------------------------------------------------------------------------------
@@ -204,14 +241,25 @@ struct Tally {
     __m256i nonfinite = _mm256_setzero_si256();
     __m256i peak = _mm256_setzero_si256();
 
-    // v * inverse in [-127, 127], not yet rounded.
-    BYTEBACK_INLINE __m256 scaled(__m256 v, const Clip& clip) {
-        const __m256i bits = magnitude(v);
-        const __m256 over = _mm256_cmp_ps(_mm256_castsi256_ps(bits), clip.bound, _CMP_GT_OQ);
+    // Counts what V vectors hold. Whether any of it is not finite.
+    template <int V>
+    BYTEBACK_INLINE bool see(const __m256 (&v)[V]) {
+        __m256i most = magnitude(v[0]);
+#pragma GCC unroll 4
+        for (int i = 1; i < V; ++i) most = _mm256_max_epi32(most, magnitude(v[i]));
+        peak = _mm256_max_epi32(peak, most);
+        const __m256i limit = _mm256_set1_epi32(0x7F7FFFFF);
+        if (__builtin_expect(_mm256_testz_si256(_mm256_cmpgt_epi32(most, limit), _mm256_set1_epi32(-1)), 1)) return false;
+        for (int i = 0; i < V; ++i) nonfinite = _mm256_sub_epi32(nonfinite, _mm256_cmpgt_epi32(magnitude(v[i]), limit));
+        return true;
+    }
+
+    // v * inverse, at most 127, not yet rounded. What lies below -127 becomes -127 when it is packed.
+    BYTEBACK_INLINE __m256 scaled(__m256 v, const Clip& clip, bool special) {
+        const __m256 over = _mm256_cmp_ps(_mm256_castsi256_ps(magnitude(v)), clip.bound, _CMP_GT_OQ);
         saturated = _mm256_sub_epi32(saturated, _mm256_castps_si256(over));
-        nonfinite = _mm256_sub_epi32(nonfinite, _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x7F7FFFFF)));
-        peak = _mm256_max_epi32(peak, bits);
-        return to_range(_mm256_mul_ps(v, clip.inverse));
+        const __m256 y = _mm256_mul_ps(v, clip.inverse);
+        return _mm256_min_ps(__builtin_expect(special, 0) ? nan_as_zero(y) : y, all(127.0f));
     }
 
     Report report() const {
@@ -258,11 +306,11 @@ public:
         second = _mm256_unpackhi_epi16(half, h);
         hash_ = _mm256_add_epi32(hash_, _mm256_set1_epi32(static_cast<s32>(8 * kPairStride)));
     }
-    BYTEBACK_INLINE __m256i next8() {
-        __m256i first, second;
-        next16(first, second);
+    BYTEBACK_INLINE void next(__m256i (&u)[4]) { next16(u[0], u[1]), next16(u[2], u[3]); }
+    BYTEBACK_INLINE void next(__m256i (&u)[1]) {
+        __m256i second;
+        next16(u[0], second);
         hash_ = _mm256_sub_epi32(hash_, _mm256_set1_epi32(static_cast<s32>(4 * kPairStride)));
-        return first;
     }
 
     // floor(y + u). u * 2^31 has 17 significant bits: exact as a float, and so is u. So the fused product and sum rounds once.

@@ -179,9 +179,9 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
 
 
 def test_exponential_is_accurate_and_saturates() -> None:
-    t = torch.cat([torch.linspace(-87, 88.7, 200_001), torch.linspace(-1e-3, 1e-3, 1001)])
+    t = torch.cat([torch.linspace(-87, 88.37, 200_001), torch.linspace(-1e-3, 1e-3, 1001)])
     exact = t.double().exp()
-    assert ((normalize_reference.exponential(t).double() - exact).abs() / exact).max() < 3e-7
+    assert ((normalize_reference.exponential(t).double() - exact).abs() / exact).max() < 2e-7
     ends = torch.tensor([-1e30, -math.inf, 89.0, 1e30, math.inf, math.nan])
     low, lower, *high, nan = normalize_reference.exponential(ends).tolist()
     assert 0 <= low == lower < 1e-37 and high == [math.inf] * 3 and math.isnan(nan)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from byteback.ops import reference, statistics
 
-# exp(t) = 2^n · e^r: n = round(t · log2 e), r = (t - n · LN2_HIGH) - n · LN2_LOW (n · LN2_HIGH is exact), e^r by Taylor.
-_EXP_LOWEST, _EXP_HIGHEST = -87.0, 104.0  # below, 1 + exp(t) is 1; above, exp(t) is infinite
+# exp(t) = 2^n · e^r: n = round(t · log2 e), r = (t - n · LN2_HIGH) - n · LN2_LOW (n · LN2_HIGH is exact),
+# e^r = ((c5 r + c4) r² + (c3 r + c2)) r² + r + 1 with the smallest greatest error for |r| <= ln2 / 2.
+_EXP_LOWEST, _EXP_HIGHEST = -87.0, 89.0  # below, 1 + exp(t) is 1; above, n is 128, whose 2^n has the bits of infinity
 _LOG2_E = 1.44269504088896341
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440054690583e-4
-_EXP_TERMS = (5040.0, 720.0, 120.0, 24.0, 6.0, 2.0)
+_C2, _C3, _C4, _C5 = 0.499992311000824, 0.16667115688323975, 0.04189033433794975, 0.008312501944601536
 
 Kept = Tensor | tuple[Tensor, Tensor, Tensor]
 """BatchNorm's input as it was kept: float32, bfloat16, or (values int8, step (C,), centre (C,))."""
@@ -37,28 +38,19 @@ def _number(value: float, like: Tensor) -> Tensor:
     return torch.full_like(like, value)
 
 
-def _power_of_two(n: Tensor) -> Tensor:
-    return ((n + 127) << 23).view(torch.float32)
-
-
 def exponential(t: Tensor) -> Tensor:
-    """exp(t) as a fixed sequence of float32 operations; relative error below 3e-7.
+    """exp(t) as a fixed sequence of float32 operations; relative error below 2e-7, infinite from 88.4 on.
 
-    >>> exponential(torch.tensor([0.0, 1.0, -1000.0, 1000.0])).tolist()
-    [1.0, 2.7182817459106445, 1.645811...e-38, inf]
+    >>> exponential(torch.tensor([0.0, -1000.0, 1000.0])).tolist()
+    [1.0, 1.64581...e-38, inf]
     """
-    number = lambda value: torch.tensor(value, dtype=torch.float32, device=t.device)  # noqa: E731
     t = torch.where(t < _EXP_LOWEST, _EXP_LOWEST, torch.where(t > _EXP_HIGHEST, _EXP_HIGHEST, t))
-    n = torch.round(t * number(_LOG2_E))
-    r = (t - n * number(_LN2_HIGH)) - n * number(_LN2_LOW)
-    terms = [number(1.0) / number(term) for term in _EXP_TERMS]
-    total = terms[0].expand_as(r)
-    for term in terms[1:]:
-        total = total * r + term
-    total = (total * (r * r) + r) + 1.0
+    n = torch.round(t * _LOG2_E)
+    r = (t - n * _LN2_HIGH) - n * _LN2_LOW
+    square = r * r
+    tail = (_C5 * r + _C4) * square + (_C3 * r + _C2)
     whole = torch.where(torch.isnan(n), 0.0, n).to(torch.int32)
-    half = whole >> 1
-    return (total * _power_of_two(half)) * _power_of_two(whole - half)
+    return ((tail * square + r) + 1.0) * ((whole + 127) << 23).view(torch.float32)
 
 
 def _above_zero(z: Tensor) -> Tensor:
