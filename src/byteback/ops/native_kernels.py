@@ -23,6 +23,9 @@ def _library() -> Any:
     return native.library
 
 
+_TILE = 16  # bytes on either side of a tile in csrc/transpose_avx2.cpp
+
+
 def _transpose(path: int, source: Tensor, result: Tensor, batch: int, rows: int, columns: int) -> Tensor:
     """Dense matrices (rows, columns) as (columns, rows), each."""
     size = source.element_size()
@@ -33,10 +36,11 @@ def _transpose(path: int, source: Tensor, result: Tensor, batch: int, rows: int,
 
 def _channels_last(path: int, x: Tensor) -> Tensor:
     """x (N, C, ...) as a dense (N, ..., C) tensor; only its memory counts, not its shape."""
-    if not x.is_contiguous():
-        return x.movedim(1, -1).contiguous()
     n, c = x.shape[:2]
-    return _transpose(path, x, torch.empty_like(x), n, c, math.prod(x.shape[2:]))
+    pixels = math.prod(x.shape[2:])
+    if pixels < _TILE or not x.is_contiguous():  # the taps of a 3x3 weight fill no tile: PyTorch's copy is faster
+        return x.movedim(1, -1).contiguous()
+    return _transpose(path, x, torch.empty_like(x), n, c, pixels)
 
 
 def _three(values: Any, fill: int) -> list[int]:
