@@ -35,5 +35,7 @@ void tail_count(const Rows&, const f32* x, PerScale threshold, s64* counts, int 
 void cosine_terms(const Rows&, const f32* x, const f32* clips, s64 count, f64* terms, int threads);
 void cosine_slope_terms(const Rows&, const f32* x, f32 clip, f64* terms, int threads);
 void dot_terms(const Rows&, const f32* x, const s8* q, PerScale scale, f64* terms, int threads);
+void transpose(const Matrices&, const u8* from, u8* to, int threads);
+void transpose(const Matrices&, const u32* from, u32* to, int threads);
 
 }  // namespace byteback::avx2

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The only file that knows Python, but for bindings_norm.cpp. Tensors come as raw addresses (checked on the Python side,
-// ops/native.py), shapes as plain integers, and the interpreter's lock is released while a kernel runs.
+// ops/schema.py), shapes as plain integers, and the interpreter's lock is released while a kernel runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
@@ -47,11 +47,14 @@ Rows rows_of(const RowNumbers& n) { return {n[0], n[1], n[2], n[3], n[4], n[5]};
 
 using Product = const char* (*)(Path, const ConvShape&, const s8*, const s8*, Factor, f32*, int);
 
+// second: 0 where `first` holds the whole factor; else both are single scales, whose product it is. Two numbers are not worth
+// a tensor operation of the caller's.
 template <Product product>
-std::string run_product(int path, const ShapeNumbers& shape, Address a, Address b, Address factor, s64 row, s64 column,
-                        Address result, int threads) {
+const char* run_product(int path, const ShapeNumbers& shape, Address a, Address b, Address first, Address second, s64 row,
+                        s64 column, Address result, int threads) {
     nb::gil_scoped_release unlocked;
-    const Factor f{at<const f32>(factor), row, column};
+    const f32 single = second ? *at<const f32>(first) * *at<const f32>(second) : 0.0f;
+    const Factor f{second ? &single : at<const f32>(first), row, column};
     return product(static_cast<Path>(path), shape_of(shape), at<const s8>(a), at<const s8>(b), f, at<f32>(result), threads);
 }
 
@@ -68,27 +71,66 @@ std::tuple<std::string, std::string> explain(int path, int kind, const ShapeNumb
 #define BYTEBACK_CALL(name, ...) ((void)path, generic::name(__VA_ARGS__))
 #endif
 
-// key: two int64 words, or 0 for rounding to nearest. counts: (saturated, non-finite).
+// What quantize reads and writes: the clips with their strides and number, the noise key (0 for rounding to nearest), the
+// integers, the scales, the counts (saturated, non-finite) and max|x| (0 where nobody asks).
+struct Quantize {
+    PerScale clip;
+    s64 clip_count;
+    Address key, q, scale, counts, peak;
+
+    void run(int path, const Rows& rows, const f32* x, int threads) const {
+        const s64* words = at<const s64>(key);
+        const Noise noise{key != 0, key ? static_cast<u32>(words[0]) : 0, key ? static_cast<u32>(words[1]) : 0};
+        const Report r = BYTEBACK_CALL(quantize, rows, x, clip, noise, at<s8>(q), threads);
+        for (s64 i = 0; i < clip_count; ++i)
+            at<f32>(scale)[i] = is_live(clip.values[i]) ? clip.values[i] / static_cast<f32>(kMax) : 1.0f;
+        at<s64>(counts)[0] = r.saturated;
+        at<s64>(counts)[1] = r.nonfinite;
+        if (peak) *at<f32>(peak) = r.peak;
+    }
+};
+
 void quantize(int path, const RowNumbers& rows, Address x, Address clip, s64 clip_outer, s64 clip_channel, s64 clip_count,
               Address key, Address q, Address scale, Address counts, Address peak, int threads) {
     nb::gil_scoped_release unlocked;
     const PerScale clips{at<const f32>(clip), clip_outer, clip_channel};
-    const s64* words = at<const s64>(key);
-    const Noise noise{key != 0, key ? static_cast<u32>(words[0]) : 0, key ? static_cast<u32>(words[1]) : 0};
-    const Report r = BYTEBACK_CALL(quantize, rows_of(rows), at<const f32>(x), clips, noise, at<s8>(q), threads);
-    for (s64 i = 0; i < clip_count; ++i)
-        at<f32>(scale)[i] = is_live(clips.values[i]) ? clips.values[i] / static_cast<f32>(kMax) : 1.0f;
-    at<s64>(counts)[0] = r.saturated;
-    at<s64>(counts)[1] = r.nonfinite;
-    *at<f32>(peak) = r.peak;
+    Quantize{clips, clip_count, key, q, scale, counts, peak}.run(path, rows_of(rows), at<const f32>(x), threads);
 }
 
-void absmax(int path, const RowNumbers& rows, Address x, Address result, bool per_outer, int threads) {
-    nb::gil_scoped_release unlocked;
-    if (per_outer)
-        BYTEBACK_CALL(absmax_outer, rows_of(rows), at<const f32>(x), at<f32>(result), threads);
+// axis: 0 per sample, 1 per channel, -1 over everything. Needs dense rows.
+void find_absmax(int path, const Rows& rows, const f32* x, f32* result, int axis, int threads) {
+    const s64 all = rows.count() * rows.channels;
+    const Rows one{1, all, 1, all, 1, 1};
+    if (axis == 1)
+        BYTEBACK_CALL(absmax, rows, x, result, threads);
     else
-        BYTEBACK_CALL(absmax, rows_of(rows), at<const f32>(x), at<f32>(result), threads);
+        BYTEBACK_CALL(absmax_outer, axis == 0 ? rows : one, x, result, threads);
+}
+
+void absmax(int path, const RowNumbers& rows, Address x, Address result, int axis, int threads) {
+    nb::gil_scoped_release unlocked;
+    find_absmax(path, rows_of(rows), at<const f32>(x), at<f32>(result), axis, threads);
+}
+
+// absmax, then quantize with that clip: what most tensors need, in one call.
+void quantize_max(int path, const RowNumbers& numbers, Address x, int axis, Address key, Address q, Address scale, Address clip,
+                  Address counts, int threads) {
+    nb::gil_scoped_release unlocked;
+    const Rows rows = rows_of(numbers);
+    find_absmax(path, rows, at<const f32>(x), at<f32>(clip), axis, threads);
+    const PerScale clips{at<const f32>(clip), axis == 0 ? 1 : 0, axis == 1 ? 1 : 0};
+    const s64 count = axis == 0 ? rows.outer : axis == 1 ? rows.channels : 1;
+    Quantize{clips, count, key, q, scale, counts, 0}.run(path, rows, at<const f32>(x), threads);
+}
+
+// Matrices of elements of 1 or 4 bytes.
+void transpose(int path, s64 batch, s64 rows, s64 columns, int bytes, Address from, Address to, int threads) {
+    nb::gil_scoped_release unlocked;
+    const Matrices m{batch, rows, columns};
+    if (bytes == 1)
+        BYTEBACK_CALL(transpose, m, at<const u8>(from), at<u8>(to), threads);
+    else
+        BYTEBACK_CALL(transpose, m, at<const u32>(from), at<u32>(to), threads);
 }
 
 void moments(int path, const RowNumbers& rows, Address x, Address peak, Address sum, Address squares, int threads) {
@@ -131,7 +173,9 @@ NB_MODULE(_native, m) {
     m.def("conv_grad_weight", &run_product<conv_grad_weight>);
     m.def("explain", &explain);
     m.def("quantize", &quantize);
+    m.def("quantize_max", &quantize_max);
     m.def("absmax", &absmax);
+    m.def("transpose", &transpose);
     m.def("moments", &moments);
     m.def("tail_count", &tail_count);
     m.def("cosine_terms", &cosine_terms);

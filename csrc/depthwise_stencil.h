@@ -197,7 +197,7 @@ public:
                 frame = at / per_frame;
                 ring_.forget();
             }
-            if (frame / im_.frames_per_sample != sample) {
+            if (sample < 0 || (factor_.row && frame / im_.frames_per_sample != sample)) {
                 sample = frame / im_.frames_per_sample;
                 fill_factors(factor_, sample, im_.channels, factors_);
             }

@@ -19,6 +19,12 @@ struct Rows {
     bool channels_last() const { return channel_stride == 1; }
 };
 
+// `batch` dense matrices to be transposed: element (r, c) of one goes from r * columns + c to c * rows + r. An activation in
+// NCHW is a matrix of channels and pixels for each sample, in NHWC one of pixels and channels.
+struct Matrices {
+    s64 batch, rows, columns;
+};
+
 // Floats that broadcast over Rows: values[o * outer_stride + c * channel_stride], strides of 0 where they do not vary.
 struct PerScale {
     const f32* values;

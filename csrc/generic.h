@@ -28,5 +28,8 @@ void cosine_terms(const Rows&, const f32* x, const f32* clips, s64 count, f64* t
 void cosine_slope_terms(const Rows&, const f32* x, f32 clip, f64* terms, int threads);
 // (x·x̂, x̂·x̂, x·x) with x̂ = q * scale in float64.
 void dot_terms(const Rows&, const f32* x, const s8* q, PerScale scale, f64* terms, int threads);
+// Activations from one memory format to the other (transpose_generic.cpp).
+void transpose(const Matrices&, const u8* from, u8* to, int threads);
+void transpose(const Matrices&, const u32* from, u32* to, int threads);
 
 }  // namespace byteback::generic

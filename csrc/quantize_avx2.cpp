@@ -232,12 +232,12 @@ void channels_last(const Rows& rows, const f32* x, PerScale clip, Noise noise, s
     });
 }
 
-// NCHW: a unit is a piece of one channel's plane.
+// NCHW, and whatever counts as one plane: a unit is a piece of one channel's plane.
 template <Rounding rounding>
 void planes(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* q, int threads, Totals* totals) {
     const s64 pairs = ceil_div(rows.channels, 2), pieces = ceil_div(rows.inner, kUnitWork);
     parallel_ranges(threads, rows.outer * rows.channels * pieces, [&](int thread, s64 begin, s64 end) {
-        const Constants k = make_constants(kPeriod, 0);
+        const Constants k = make_constants(rounding == Rounding::table ? kPeriod : 0, 0);
         if (rounding == Rounding::table)
             for (s64 e = 0; e < kPeriod; ++e) k.steps[e] = static_cast<u32>(e * pairs) * kPairStride;
         Totals seen;
@@ -260,10 +260,15 @@ void planes(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* q, i
     });
 }
 
-// Dense planes as one channel of many rows, for what varies along no channel.
-Rows one_channel(const Rows& rows) {
-    if (rows.inner_stride != 1 || rows.channel_stride != rows.inner) return rows;
-    return {rows.outer, rows.channels * rows.inner, 1, rows.outer_stride, 1, 1};
+// Whether a sample's elements lie together in either memory format. Then, for what varies along no channel, it is one plane.
+bool is_dense(const Rows& rows) {
+    const bool planes = rows.inner_stride == 1 && rows.channel_stride == rows.inner;
+    return planes || (rows.channel_stride == 1 && rows.inner_stride == rows.channels);
+}
+
+Rows one_plane(const Rows& rows) {
+    const s64 size = rows.channels * rows.inner;
+    return {rows.outer, size, 1, rows.outer_stride, 1, size};
 }
 
 Report report(const std::vector<Totals>& parts) {
@@ -281,12 +286,12 @@ Report report(const std::vector<Totals>& parts) {
 }  // namespace
 
 Report quantize(const Rows& given, const f32* x, PerScale clip, Noise noise, s8* q, int threads) {
-    const bool flat = !noise.stochastic && clip.channel_stride == 0;
-    const Rows single = flat ? one_channel(given) : given;
+    const bool flat = !noise.stochastic && clip.channel_stride == 0 && is_dense(given);
+    const Rows single = flat ? one_plane(given) : given;
     const Rows rows = clip.outer_stride ? single : merged(single);
     threads = useful_threads(threads, rows.count() * rows.channels);
     std::vector<Totals> totals(threads > 1 ? threads : 1);
-    if (rows.channels_last()) {
+    if (rows.channels_last() && !flat) {
         const bool broken_pairs = rows.channels % 2 && Cut(rows).together > 1;
         const auto kernel = !noise.stochastic ? channels_last<Rounding::nearest>
                             : broken_pairs    ? channels_last<Rounding::table>

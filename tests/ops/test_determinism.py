@@ -53,6 +53,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "matmul_int8": lambda: ops.matmul_int8(i8(64, 3000), S2, i8(3000, 48, seed=4), S2),
     "quantize_to_nearest": lambda: ops.quantize(F4, CLIP),
     "quantize_stochastically": lambda: ops.quantize(F4, CLIP, KEY),
+    "quantize_max": lambda: ops.quantize_max(F4),
+    "quantize_max_per_channel": lambda: ops.quantize_max(F4, 1, KEY),
     "noise_key": lambda: ops.noise_key(torch.tensor(3), torch.tensor(4), torch.tensor(5), 6),
     "absmax": lambda: ops.absmax(F4),
     "absmax_per_channel": lambda: ops.absmax(F4, 1),

@@ -45,6 +45,9 @@ SAMPLES: dict[str, Callable[[Lay], tuple[Any, ...]]] = {
     "matmul_int8": lambda lay: (lay(i8(5, 7)), torch.rand(5, 1), lay(i8(7, 6)), torch.rand(1, 6)),
     "quantize": lambda lay: (lay(floats(3, 5, 4, 2)), lay(per(5, 1)), None),
     "quantize_stochastic": lambda lay: (lay(floats(3, 5, 4, 2)), lay(per(3, 0)), torch.tensor([1, 2])),
+    "quantize_max": lambda lay: (lay(floats(3, 5, 4, 2)), -1, None),
+    "quantize_max_per_channel": lambda lay: (lay(floats(3, 5, 4, 2)), 1, torch.tensor([1, 2])),
+    "quantize_max_per_sample": lambda lay: (lay(floats(3, 5, 4, 2)), 0, None),
     "noise_key": lambda lay: (torch.tensor(1), torch.tensor(2), torch.tensor(3), 4),
     "absmax": lambda lay: (lay(floats(3, 5, 4, 2)), -1),
     "absmax_per_channel": lambda lay: (lay(floats(3, 5, 4, 2)), 1),
@@ -91,11 +94,12 @@ def test_opcheck_accepts_other_dimensions(oracle: Any, sample: str, rank: int, l
     torch.library.opcheck(operator(sample), arguments[sample])
 
 
-@pytest.mark.parametrize("sample", ["quantize", "moments", "absmax", "tail_count", "cosine_terms"])
+@pytest.mark.parametrize("sample", ["quantize", "quantize_max", "moments", "absmax", "tail_count", "cosine_terms"])
 def test_fake_and_real_agree_on_an_empty_batch(sample: str) -> None:
     x = torch.zeros(0, 5, 4, 2)
     arguments = {
         "quantize": (x, torch.ones(1, 1, 1, 1), None),
+        "quantize_max": (x, -1, None),
         "moments": (x,),
         "absmax": (x, 1),
         "tail_count": (x, torch.ones(1, 1, 1, 1)),

@@ -94,7 +94,7 @@ class Operands:
 
     @staticmethod
     def quantized(x: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return ops.quantize(x, ops.absmax(x), key)[:2]
+        return ops.quantize_max(x, -1, key)[:2]
 
     def int8(self, product: str) -> Tensor:
         """From int8 activations, with the weight quantized anew as in every training step."""

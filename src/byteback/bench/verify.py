@@ -118,6 +118,7 @@ def _elementwise(rng: random.Random) -> Iterator[tuple[str, Callable[[], tuple[T
         q, scale, _, _ = ops.quantize(x, clip)
         yield "quantize", lambda x=x, clip=clip: ops.quantize(x, clip)  # type: ignore[misc]
         yield "quantize stochastic", lambda x=x, clip=clip, key=key: ops.quantize(x, clip, key)  # type: ignore[misc]
+        yield "quantize_max", lambda x=x: (*ops.quantize_max(x), *ops.quantize_max(x, 0), *ops.quantize_max(x, 1))  # type: ignore[misc]
         yield "absmax", lambda x=x: (ops.absmax(x), ops.absmax(x, 0), ops.absmax(x, 1))  # type: ignore[misc]
         yield "moments", lambda x=x: ops.moments(x)  # type: ignore[misc]
         yield "tail_count", lambda x=x: (ops.tail_count(x, torch.ones((1,) * x.dim())),)  # type: ignore[misc]

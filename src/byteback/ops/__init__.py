@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
-from byteback.ops import schema  # noqa: F401  (defines the operators)
+from byteback.ops import schema
 from byteback.ops.normalize import (
     ACTIVATIONS,
     Normalized,
@@ -48,11 +48,10 @@ __all__ = [
     "normalize_grad_sums",
     "normalize_peak",
     "quantize",
+    "quantize_max",
     "sum_channels",
     "tail_count",
 ]
-
-_ops = torch.ops.byteback
 
 
 def quantize(x: Tensor, clip: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -65,12 +64,24 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None = None) -> tuple[Tensor
     >>> values.tolist(), counts.tolist(), peak.item()
     ([[-127, 6, 127]], [1, 0], 4.0)
     """
-    return _ops.quantize(x, clip, key)
+    return schema.quantize(x, clip, key)
+
+
+def quantize_max(x: Tensor, axis: int = -1, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize` with clip = max|x|, over everything (-1) or for each index of `axis`: `absmax` and `quantize` in one call.
+
+    Returns the int8 values, the scale, the clip (both shaped as `absmax` shapes it) and the counts (saturated, non-finite).
+
+    >>> values, scale, clip, counts = quantize_max(torch.tensor([[-4.0, 0.1, 2.0]]))
+    >>> values.tolist(), clip.tolist(), counts.tolist()
+    ([[-127, 3, 64]], [[4.0]], [0, 0])
+    """
+    return schema.quantize_max(x, axis, key)
 
 
 def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int = 0) -> Tensor:
     """The key of one gradient's noise: an int64 pair, different for each (seed, rank, layer, count)."""
-    return _ops.noise_key(seed, layer, count, rank)
+    return schema.noise_key(seed, layer, count, rank)
 
 
 def absmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -79,7 +90,7 @@ def absmax(x: Tensor, axis: int = -1) -> Tensor:
     >>> absmax(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), axis=1).tolist()
     [[2.0, 3.0]]
     """
-    return _ops.absmax(x, axis)
+    return schema.absmax(x, axis)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,12 +99,12 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     >>> [m.flatten().tolist() for m in moments(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))]
     [[2.0, 3.0], [3.0, -2.5], [5.0, 9.25]]
     """
-    return _ops.moments(x)
+    return schema.moments(x)
 
 
 def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
     """Per channel, how many |x| exceed the threshold (one for all, or one per channel)."""
-    return _ops.tail_count(x, threshold)
+    return schema.tail_count(x, threshold)
 
 
 def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
@@ -103,17 +114,17 @@ def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     >>> dot_terms(torch.tensor([[3.0, 4.0]]), q, torch.tensor([[0.5]])).tolist()
     [25.0, 25.0, 25.0]
     """
-    return _ops.dot_terms(x, values, scale)
+    return schema.dot_terms(x, values, scale)
 
 
 def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
     """One row (x·q, q·q, x·x) for each candidate clip, with q rounded to nearest under that clip."""
-    return _ops.cosine_terms(x, clips)
+    return schema.cosine_terms(x, clips)
 
 
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
     """(x·q, q·q, x·x, x·d, q·d), d being 127 times the derivative of the quantized tensor by its clip."""
-    return _ops.cosine_slope_terms(x, clip)
+    return schema.cosine_slope_terms(x, clip)
 
 
 def conv_int8(
@@ -127,7 +138,7 @@ def conv_int8(
     groups: int = 1,
 ) -> Tensor:
     """output = (x ⋆ w) · (x_scale · w_scale): exact int8 convolution in one to three dimensions, float32 result."""
-    return _ops.conv_int8(x, x_scale, w, w_scale, stride, padding, dilation, groups)
+    return schema.conv_int8(x, x_scale, w, w_scale, stride, padding, dilation, groups)
 
 
 def conv_int8_grad_input(
@@ -142,7 +153,7 @@ def conv_int8_grad_input(
     groups: int = 1,
 ) -> Tensor:
     """grad_input = (g ⋆ᵀ w) · (g_scale · w_scale)."""
-    return _ops.conv_int8_grad_input(g, g_scale, w, w_scale, input_size, stride, padding, dilation, groups)
+    return schema.conv_int8_grad_input(g, g_scale, w, w_scale, input_size, stride, padding, dilation, groups)
 
 
 def conv_int8_grad_weight(
@@ -157,7 +168,7 @@ def conv_int8_grad_weight(
     groups: int = 1,
 ) -> Tensor:
     """grad_weight = (g ⋆ x) · (g_scale · x_scale), summed exactly over N, OH, OW however deep that is."""
-    return _ops.conv_int8_grad_weight(g, g_scale, x, x_scale, weight_size, stride, padding, dilation, groups)
+    return schema.conv_int8_grad_weight(g, g_scale, x, x_scale, weight_size, stride, padding, dilation, groups)
 
 
 def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
@@ -167,4 +178,4 @@ def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tenso
     >>> matmul_int8(a, torch.tensor([[0.5]]), b, torch.tensor([[2.0]])).tolist()
     [[11.0]]
     """
-    return _ops.matmul_int8(a, a_scale, b, b_scale)
+    return schema.matmul_int8(a, a_scale, b, b_scale)

@@ -7,6 +7,8 @@ count as contiguous, as they do in PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,20 @@ def is_channels_last(x: Tensor) -> bool:
         if strides[dim] < least or (dim == 0 and least == strides[1]):
             return False
         least = strides[dim] * max(sizes[dim], 1)
+    return True
+
+
+def is_last_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether memory holds a tensor (N, C, ...) densely in the order N, ..., C.
+
+    >>> is_last_dense((2, 3, 5), (15, 1, 3)), is_last_dense((2, 3, 5), (15, 5, 1)), is_last_dense((2, 1, 5), (5, 5, 1))
+    (True, False, True)
+    """
+    expected = 1
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return False
+        expected *= shape[dim]
     return True
 
 

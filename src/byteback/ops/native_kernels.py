@@ -2,13 +2,15 @@
 """From tensors to the native library: layouts, addresses, results. Same functions as reference.py and statistics.py.
 
 The library reads activations as N, D, H, W, C and weights as K, T, R, S, C, dense. A channels_last tensor is that already;
-others are copied. 1-D and 2-D convolutions are 3-D ones with sizes of 1.
+others are copied, contiguous ones by the library's own transpose. 1-D and 2-D convolutions are 3-D ones with sizes of 1.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +23,24 @@ def _library() -> Any:
     return native.library
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    """x (N, C, ...) as a dense (N, ..., C) tensor."""
-    return x.movedim(1, -1).contiguous()
+_TILE = 16  # bytes on either side of a tile in csrc/transpose_avx2.cpp
+
+
+def _transpose(path: int, source: Tensor, result: Tensor, batch: int, rows: int, columns: int) -> Tensor:
+    """Dense matrices (rows, columns) as (columns, rows), each."""
+    size = source.element_size()
+    args = (path, batch, rows, columns, size, source.data_ptr(), result.data_ptr(), torch.get_num_threads())
+    _library().transpose(*args)
+    return result
+
+
+def _channels_last(path: int, x: Tensor) -> Tensor:
+    """x (N, C, ...) as a dense (N, ..., C) tensor; only its memory counts, not its shape."""
+    n, c = x.shape[:2]
+    pixels = math.prod(x.shape[2:])
+    if pixels < _TILE or not x.is_contiguous():  # the taps of a 3x3 weight fill no tile: PyTorch's copy is faster
+        return x.movedim(1, -1).contiguous()
+    return _transpose(path, x, torch.empty_like(x), n, c, pixels)
 
 
 def _three(values: Any, fill: int) -> list[int]:
@@ -32,9 +49,9 @@ def _three(values: Any, fill: int) -> list[int]:
 
 
 def _shape(
-    x_size: list[int],
-    w_size: list[int],
-    out_size: list[int],
+    x_size: Sequence[int],
+    w_size: Sequence[int],
+    out_size: Sequence[int],
     geometry: tuple[list[int], list[int], list[int], int],
 ) -> list[int]:
     """The numbers of csrc/types.h's ConvShape in order."""
@@ -53,71 +70,95 @@ def _shape(
     ]
 
 
-def _run(product: str, shape: list[int], a: Tensor, b: Tensor, factor: Tensor, result: Tensor) -> Tensor:
-    """Runs a product into a dense channels-last buffer and returns it in the memory format of `result`."""
-    rows, columns = factor.shape[0], factor.shape[1]
-    factor = factor.contiguous()
-    direct = result.movedim(1, -1)
-    buffer = direct if direct.is_contiguous() else torch.empty(direct.shape, dtype=torch.float32)
-    native.last_kernel = getattr(_library(), product)(
-        native.number(),
-        shape,
-        a.data_ptr(),
-        b.data_ptr(),
-        factor.data_ptr(),
-        columns if rows > 1 else 0,
-        1 if columns > 1 else 0,
-        buffer.data_ptr(),
-        torch.get_num_threads(),
+class Plan(NamedTuple):
+    """How a product of given shapes and strides is served: found once, used at every call."""
+
+    product: str
+    shape: tuple[int, ...]  # csrc/types.h's ConvShape
+    size: tuple[int, ...]  # of the result
+    strides: tuple[int, ...]
+    a_is_last: bool  # whether a lies in memory as the library reads it, else it is transposed; b and the result likewise
+    b_is_last: bool
+    result_is_last: bool
+    single: bool  # one scale on either side
+    groups: int
+    channels: int  # K
+
+
+def plan(product: str, size: list[int], a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> Plan:
+    """The plan of a product ("output", "grad_input", "grad_weight") whose result has this size; arguments as the operator's."""
+    geometry = rest[-4:]
+    sizes = {
+        "output": (a.shape, b.shape, size),
+        "grad_input": (size, b.shape, a.shape),
+        "grad_weight": (b.shape, size, a.shape),
+    }[product]
+    strides = layout.empty_like_product(size, a, b).stride()
+    return Plan(
+        product,
+        tuple(_shape(*sizes, geometry)),
+        tuple(size),
+        strides,
+        layout.is_last_dense(a.shape, a.stride()),
+        layout.is_last_dense(b.shape, b.stride()),
+        layout.is_last_dense(size, strides),
+        a_scale.numel() == 1 and b_scale.numel() == 1,
+        geometry[3],
+        sizes[1][0],
     )
-    return result if buffer is direct else result.copy_(buffer.movedim(-1, 1))
 
 
-def conv_int8(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, out_size: list[int], *geometry: Any) -> Tensor:
-    shape = _shape(list(x.shape), list(w.shape), out_size, geometry)
-    factor = combine_scales("output", x_scale, w_scale, geometry[3], w.shape[0])
-    return _run("conv_output", shape, _channels_last(x), _channels_last(w), factor, layout.empty_like_product(out_size, x, w))
+def run(path: int, plan: Plan, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """The product in the memory format that the plan says."""
+    a = a if plan.a_is_last else _channels_last(path, a)
+    b = b if plan.b_is_last else _channels_last(path, b)
+    result = torch.empty_strided(plan.size, plan.strides, dtype=torch.float32)
+    if plan.single:
+        factor = (a_scale.data_ptr(), b_scale.data_ptr(), 0, 0)
+    else:
+        scales = combine_scales(plan.product, a_scale, b_scale, plan.groups, plan.channels).contiguous()
+        rows, columns = scales.shape[:2]
+        factor = (scales.data_ptr(), 0, columns if rows > 1 else 0, 1 if columns > 1 else 0)
+    buffer = result if plan.result_is_last else torch.empty(plan.size, dtype=torch.float32)
+    function = getattr(_library(), _FUNCTIONS[plan.product])
+    native.last_kernel = function(
+        path, plan.shape, a.data_ptr(), b.data_ptr(), *factor, buffer.data_ptr(), torch.get_num_threads()
+    )
+    if buffer is result:
+        return result
+    return _transpose(path, buffer, result, plan.size[0], math.prod(plan.size[2:]), plan.size[1])
 
 
-def conv_int8_grad_input(
-    g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, input_size: list[int], *geometry: Any
-) -> Tensor:
-    shape = _shape(input_size, list(w.shape), list(g.shape), geometry)
-    factor = combine_scales("grad_input", g_scale, w_scale, geometry[3], w.shape[0])
-    result = layout.empty_like_product(input_size, g, w)
-    return _run("conv_grad_input", shape, _channels_last(g), _channels_last(w), factor, result)
+_FUNCTIONS = {"output": "conv_output", "grad_input": "conv_grad_input", "grad_weight": "conv_grad_weight"}
 
 
-def conv_int8_grad_weight(
-    g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, weight_size: list[int], *geometry: Any
-) -> Tensor:
-    shape = _shape(list(x.shape), weight_size, list(g.shape), geometry)
-    factor = combine_scales("grad_weight", g_scale, x_scale, geometry[3], g.shape[1])
-    result = layout.empty_like_product(weight_size, g, x)
-    return _run("conv_grad_weight", shape, _channels_last(g), _channels_last(x), factor, result)
-
-
-def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+def matmul_int8(path: int, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     """A 1x1 convolution: each row of a is an image of one pixel, each column of b an output channel."""
     rows, depth = a.shape
     columns = b.shape[1]
-    ones = ([1], [0], [1], 1)
-    shape = _shape([rows, depth, 1], [columns, depth, 1], [rows, columns, 1], ones)
-    result = torch.empty(rows, columns, dtype=torch.float32)
-    _run("conv_output", shape, a.contiguous(), b.t().contiguous(), a_scale * b_scale, result)
-    return result
+    shape = (rows, depth, columns, 1, *(1,) * 9, *(1, 1, 1), *(0, 0, 0), *(1, 1, 1))
+    strides, single = (columns, 1), a_scale.numel() == 1 and b_scale.numel() == 1
+    product = Plan("output", shape, (rows, columns), strides, True, True, True, single, 1, columns)
+    return run(path, product, a.contiguous(), a_scale, b.t().contiguous(), b_scale)
 
 
 # ---- quantize and its statistics -------------------------------------------------------------------------------------
 
 
-def _rows(x: Tensor, per_sample: bool = False) -> tuple[Tensor, list[int]]:
-    """x, copied if it must be, and its layout as csrc/elementwise.h's Rows: outer, inner, channels and their strides."""
-    n, c = x.shape[:2]
-    pixels = math.prod(x.shape[2:])
-    if x.movedim(1, -1).is_contiguous():
-        return x, ([n, pixels, c, pixels * c, c, 1] if per_sample else [1, n * pixels, c, 0, c, 1])
-    return x.contiguous(), [n, pixels, c, pixels * c, 1, pixels]
+@lru_cache(maxsize=4096)
+def _rows_of(shape: tuple[int, ...], strides: tuple[int, ...], per_sample: bool) -> tuple[bool, tuple[int, ...]]:
+    """Whether a tensor is channels last, and csrc/elementwise.h's Rows: outer, inner, channels and their strides."""
+    n, c = shape[:2]
+    pixels = math.prod(shape[2:])
+    if not layout.is_last_dense(shape, strides):
+        return False, (n, pixels, c, pixels * c, 1, pixels)
+    return True, ((n, pixels, c, pixels * c, c, 1) if per_sample else (1, n * pixels, c, 0, c, 1))
+
+
+def _rows(x: Tensor, per_sample: bool = False) -> tuple[Tensor, tuple[int, ...]]:
+    """x, copied if it must be, and its layout."""
+    last, rows = _rows_of(x.shape, x.stride(), per_sample)
+    return (x if last else x.contiguous()), rows
 
 
 def _strides(per_scale: Tensor) -> tuple[int, int]:
@@ -125,13 +166,18 @@ def _strides(per_scale: Tensor) -> tuple[int, int]:
     return (per_scale.shape[1] if per_scale.shape[0] > 1 else 0), (1 if per_scale.shape[1] > 1 else 0)
 
 
-def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _like(x: Tensor, dense: Tensor, values: Tensor) -> Tensor:
+    """Integers made of a dense copy of x, laid out as x asks for."""
+    return values if dense is x else torch.empty_like(x, dtype=torch.int8).copy_(values)
+
+
+def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dense, rows = _rows(x, per_sample=clip.shape[0] > 1)
     clip = clip.contiguous()
     values, scale = torch.empty_like(dense, dtype=torch.int8), torch.empty_like(clip)
-    counts, peak = torch.empty(2, dtype=torch.int64), torch.empty((), dtype=torch.float32)
+    counts, peak = torch.empty(2, dtype=torch.int64), torch.empty_strided((), (), dtype=torch.float32)
     _library().quantize(
-        native.number(),
+        path,
         rows,
         dense.data_ptr(),
         clip.data_ptr(),
@@ -144,18 +190,45 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tenso
         peak.data_ptr(),
         torch.get_num_threads(),
     )
-    if dense is not x:
-        values = torch.empty_like(x, dtype=torch.int8).copy_(values)
-    return values, scale, counts, peak
+    return _like(x, dense, values), scale, counts, peak
 
 
-def absmax(x: Tensor, axis: int) -> Tensor:
+def quantize_max(path: int, x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dense, rows = _rows(x, per_sample=axis == 0)
-    per_channel = axis == 1
-    shape = [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
-    result = torch.empty(x.shape[0] if axis == 0 else x.shape[1], dtype=torch.float32)
-    _library().absmax(native.number(), rows, dense.data_ptr(), result.data_ptr(), axis == 0, torch.get_num_threads())
-    return result.reshape(shape) if per_channel or axis == 0 else result.amax().reshape(shape)
+    values, counts = torch.empty_like(dense, dtype=torch.int8), torch.empty(2, dtype=torch.int64)
+    clip = _empty_clip(x, axis)
+    scale = torch.empty_like(clip)
+    _library().quantize_max(
+        path,
+        rows,
+        dense.data_ptr(),
+        axis,
+        0 if key is None else key.contiguous().data_ptr(),
+        values.data_ptr(),
+        scale.data_ptr(),
+        clip.data_ptr(),
+        counts.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return _like(x, dense, values), scale, clip, counts
+
+
+@lru_cache(maxsize=4096)
+def _clip_layout(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    sizes = [size if dim == axis else 1 for dim, size in enumerate(shape)]
+    return tuple(sizes), tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def _empty_clip(x: Tensor, axis: int) -> Tensor:
+    """One float for the whole of x (axis -1) or for each index of `axis`. With strides given, PyTorch is twice as fast."""
+    return torch.empty_strided(*_clip_layout(x.shape, axis), dtype=torch.float32)
+
+
+def absmax(path: int, x: Tensor, axis: int) -> Tensor:
+    dense, rows = _rows(x, per_sample=axis == 0)
+    result = _empty_clip(x, axis)
+    _library().absmax(path, rows, dense.data_ptr(), result.data_ptr(), axis, torch.get_num_threads())
+    return result
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,7 +291,7 @@ def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
     dense, rows = _rows(x)
     terms = torch.empty(5, dtype=torch.float64)
     _library().cosine_slope_terms(
-        native.number(), rows, dense.data_ptr(), float(clip), terms.data_ptr(), torch.get_num_threads()
+        native.number(), rows, dense.data_ptr(), clip.item(), terms.data_ptr(), torch.get_num_threads()
     )
     return terms
 

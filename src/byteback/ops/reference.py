@@ -46,6 +46,13 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tenso
     return values, scale, torch.stack([saturated, (~finite).sum()]), statistics.absmax(x, -1).reshape(())
 
 
+def quantize_max(x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """int8 values, their scale, the clip max|x| and the counts; see `byteback.ops.quantize_max`."""
+    clip = statistics.absmax(x, axis)
+    values, scale, counts, _ = quantize(x, clip, key)
+    return values, scale, clip, counts
+
+
 def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
     """(k0, k1) as int64; see noise.py."""
     words = noise.key_words(int(seed), rank, int(layer), int(count))

@@ -3,7 +3,8 @@
 
 Every operator is defined once here. Its kernel is the reference or the native library, whichever path is current; its
 fake gives the shape, dtype and strides that the kernel will give, so that `torch.compile` can trace through it. Arguments
-are checked here and trusted from here on.
+are checked here and trusted from here on. Plain eager tensors take a short way past the dispatcher (`eager.py`) to the same
+kernel.
 """
 
 from __future__ import annotations
@@ -14,26 +15,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.ops import layout, native, native_kernels, reference, statistics
+from byteback.ops import eager, layout, native, native_kernels, reference, statistics
 from byteback.ops.scale_rule import check_scale
 
 _library = torch.library.Library("byteback", "DEF")
 
 
-def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Registers one operator: `schema` starts with its name."""
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers one operator, `schema` starting with its name, and returns the function that calls it."""
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     # Integers have no derivative: whatever an operator returns is a constant, and autograd passes by.
     _library.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"byteback::{name}", fake, lib=_library)
+    operator = getattr(torch.ops.byteback, name)
+
+    def call(*arguments: Any) -> Any:
+        return kernel(*arguments) if eager.is_plain(arguments) else operator(*arguments)
+
+    return call
 
 
-def _natively(*tensors: Tensor) -> bool:
-    """Whether the native library serves these tensors; the reference takes other devices and empty tensors."""
+def _path(*tensors: Tensor) -> int | None:
+    """The native path that serves these tensors; None for the reference, which takes other devices and empty tensors."""
     native.last_kernel = ""
-    return native.number() is not None and all(t.device.type == "cpu" and t.numel() > 0 for t in tensors)
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.numel() == 0:
+            return None
+    return native.number()
+
+
+def _plainly(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A function of plain PyTorch, unseen by autograd. The native kernels need no such care: they return new tensors."""
+    with torch.no_grad():
+        return function(*arguments)
 
 
 # ---- checks at the door ----------------------------------------------------------------------------------------------
@@ -58,6 +74,10 @@ def check_float(op: str, name: str, x: Tensor, least_rank: int = 2) -> None:
         )
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt))
+
+
 def _output_size(
     op: str,
     input_size: Sequence[int],
@@ -73,7 +93,7 @@ def _output_size(
             "to three spatial axes on both sides. Add the missing axis."
         )
     for name, values, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        if len(values) != spatial or any(value < least for value in values):
+        if len(values) != spatial or not all(_is_integer(value) and value >= least for value in values):
             raise ValueError(
                 f"{op}: {name} is {list(values)}; it needs {spatial} integers of at least {least}, one for each spatial axis."
             )
@@ -105,6 +125,28 @@ def _check_grad_output(op: str, g: Tensor, expected: list[int]) -> None:
 
 # ---- the three products ----------------------------------------------------------------------------------------------
 
+_plans: dict[tuple[Any, ...], native_kernels.Plan] = {}
+_MOST_PLANS = 4096  # a network has a few hundred; one that sees images of every size would fill the memory
+
+
+def _planned(product: str, check: Callable[[], list[int]], *arguments: Any) -> native_kernels.Plan:
+    """The plan of a product, from the memory or made now, after `check` which returns the result's size.
+
+    Whether a call is right, and how it is served, depends on shapes, strides and dtypes only: it is found out once for each.
+    """
+    a, a_scale, b, b_scale, *rest, groups = arguments
+    key = (
+        *(product, groups, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype),
+        *(a_scale.shape, a_scale.dtype, b_scale.shape, b_scale.dtype),
+        *map(tuple, rest),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = native_kernels.plan(product, check(), *arguments)
+    return plan
+
 
 def _conv_checked(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> list[int]:
     op = "conv_int8"
@@ -116,31 +158,40 @@ def _conv_checked(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geome
 
 
 def _conv(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
-    size = _conv_checked(x, x_scale, w, w_scale, *geometry)
+    arguments = (x, x_scale, w, w_scale, *geometry)
+    path = _path(x, x_scale, w, w_scale)
+    if path is not None:
+        plan = _planned("output", lambda: _conv_checked(*arguments), *arguments)
+        return native_kernels.run(path, plan, x, x_scale, w, w_scale)
+    size = _conv_checked(*arguments)
     if 0 in x.shape or 0 in w.shape:
         return layout.empty_like_product(size, x, w).zero_()
-    if _natively(x, w):
-        return native_kernels.conv_int8(x, x_scale, w, w_scale, size, *geometry)
-    return reference.conv_int8(x, x_scale, w, w_scale, *geometry)
+    return _plainly(reference.conv_int8, *arguments)
 
 
 def _conv_fake(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
     return layout.empty_like_product(_conv_checked(x, x_scale, w, w_scale, *geometry), x, w)
 
 
-def _grad_input_checked(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, input_size: list[int], *geometry: Any) -> None:
+def _grad_input_checked(
+    g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, input_size: list[int], *geometry: Any
+) -> list[int]:
     op = "conv_int8_grad_input"
     _check_int8(op, grad_output=g, weight=w)
     _check_grad_output(op, g, _output_size(op, input_size, w.shape, geometry))
     check_scale(op, "grad_input", "grad_output", g, g_scale)
     check_scale(op, "grad_input", "weight", w, w_scale)
+    return input_size
 
 
 def _grad_input(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, *rest: Any) -> Tensor:
-    _grad_input_checked(g, g_scale, w, w_scale, *rest)
-    if _natively(g, w):
-        return native_kernels.conv_int8_grad_input(g, g_scale, w, w_scale, *rest)
-    return reference.conv_int8_grad_input(g, g_scale, w, w_scale, *rest)
+    arguments = (g, g_scale, w, w_scale, *rest)
+    path = _path(g, g_scale, w, w_scale)
+    if path is not None:
+        plan = _planned("grad_input", lambda: _grad_input_checked(*arguments), *arguments)
+        return native_kernels.run(path, plan, g, g_scale, w, w_scale)
+    _grad_input_checked(*arguments)
+    return _plainly(reference.conv_int8_grad_input, *arguments)
 
 
 def _grad_input_fake(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, input_size: list[int], *geometry: Any) -> Tensor:
@@ -150,19 +201,23 @@ def _grad_input_fake(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, inp
 
 def _grad_weight_checked(
     g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, weight_size: list[int], *geometry: Any
-) -> None:
+) -> list[int]:
     op = "conv_int8_grad_weight"
     _check_int8(op, grad_output=g, input=x)
     _check_grad_output(op, g, _output_size(op, x.shape, weight_size, geometry))
     check_scale(op, "grad_weight", "grad_output", g, g_scale)
     check_scale(op, "grad_weight", "input", x, x_scale)
+    return weight_size
 
 
 def _grad_weight(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, *rest: Any) -> Tensor:
-    _grad_weight_checked(g, g_scale, x, x_scale, *rest)
-    if _natively(g, x):
-        return native_kernels.conv_int8_grad_weight(g, g_scale, x, x_scale, *rest)
-    return reference.conv_int8_grad_weight(g, g_scale, x, x_scale, *rest)
+    arguments = (g, g_scale, x, x_scale, *rest)
+    path = _path(g, g_scale, x, x_scale)
+    if path is not None:
+        plan = _planned("grad_weight", lambda: _grad_weight_checked(*arguments), *arguments)
+        return native_kernels.run(path, plan, g, g_scale, x, x_scale)
+    _grad_weight_checked(*arguments)
+    return _plainly(reference.conv_int8_grad_weight, *arguments)
 
 
 def _grad_weight_fake(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, weight_size: list[int], *geometry: Any) -> Tensor:
@@ -171,13 +226,13 @@ def _grad_weight_fake(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, we
 
 
 _GEOMETRY = "int[] stride, int[] padding, int[] dilation, int groups"
-define(f"conv_int8(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, {_GEOMETRY}) -> Tensor", _conv, _conv_fake)
-define(
+conv_int8 = define(f"conv_int8(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, {_GEOMETRY}) -> Tensor", _conv, _conv_fake)
+conv_int8_grad_input = define(
     f"conv_int8_grad_input(Tensor g, Tensor g_scale, Tensor w, Tensor w_scale, SymInt[] input_size, {_GEOMETRY}) -> Tensor",
     _grad_input,
     _grad_input_fake,
 )
-define(
+conv_int8_grad_weight = define(
     f"conv_int8_grad_weight(Tensor g, Tensor g_scale, Tensor x, Tensor x_scale, SymInt[] weight_size, {_GEOMETRY}) -> Tensor",
     _grad_weight,
     _grad_weight_fake,
@@ -203,9 +258,10 @@ def _check_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Non
 
 def _matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     _check_matmul(a, a_scale, b, b_scale)
-    if _natively(a, b):
-        return native_kernels.matmul_int8(a, a_scale, b, b_scale)
-    return reference.matmul_int8(a, a_scale, b, b_scale)
+    path = _path(a, a_scale, b, b_scale)
+    if path is not None:
+        return native_kernels.matmul_int8(path, a, a_scale, b, b_scale)
+    return _plainly(reference.matmul_int8, a, a_scale, b, b_scale)
 
 
 def _matmul_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
@@ -213,33 +269,43 @@ def _matmul_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tens
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
-define("matmul_int8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> Tensor", _matmul, _matmul_fake)
+matmul_int8 = define("matmul_int8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> Tensor", _matmul, _matmul_fake)
 
 
 # ---- quantize and its statistics -------------------------------------------------------------------------------------
 
 
+def _broadcasts(per_scale: Tensor, x: Tensor) -> bool:
+    if per_scale.dim() != x.dim():
+        return False
+    return per_scale.numel() == 1 or all(c in (1, n) for c, n in zip(per_scale.shape, x.shape, strict=True))
+
+
 def _check_quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> None:
     check_float("quantize", "x", x)
-    varies = clip.dim() == x.dim() and all(c in (1, n) for c, n in zip(clip.shape, x.shape, strict=True))
-    if clip.dtype != torch.float32 or not varies:
+    if clip.dtype != torch.float32 or not _broadcasts(clip, x):
         raise ValueError(
             f"quantize: clip has shape {tuple(clip.shape)} and dtype {clip.dtype}, x has shape {tuple(x.shape)}; the clip "
             "must be float32 with the rank of x and ones along the axes that share it. Reshape the clip."
         )
+    _check_key("quantize", key)
+
+
+def _check_key(op: str, key: Tensor | None) -> None:
     if key is not None and (key.shape != (2,) or key.dtype != torch.int64):
         raise ValueError(
-            f"quantize: key has shape {tuple(key.shape)} and dtype {key.dtype}; stochastic rounding needs the int64 pair "
+            f"{op}: key has shape {tuple(key.shape)} and dtype {key.dtype}; stochastic rounding needs the int64 pair "
             "that byteback.ops.noise_key makes."
         )
 
 
 def _quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_quantize(x, clip, key)
+    path = _path(x, clip)
     # The native kernels know clips per tensor, sample and channel; the reference knows all.
-    if _natively(x) and all(size == 1 for size in clip.shape[2:]):
-        return native_kernels.quantize(x, clip, key)
-    return reference.quantize(x, clip, key)
+    if path is not None and (clip.numel() == 1 or all(size == 1 for size in clip.shape[2:])):
+        return native_kernels.quantize(path, x, clip, key)
+    return _plainly(reference.quantize, x, clip, key)
 
 
 def _quantize_fake(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -258,8 +324,8 @@ def _noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
     return reference.noise_key(seed, layer, count, rank)
 
 
-define("quantize(Tensor x, Tensor clip, Tensor? key) -> (Tensor, Tensor, Tensor, Tensor)", _quantize, _quantize_fake)
-define(
+quantize = define("quantize(Tensor x, Tensor clip, Tensor? key) -> (Tensor, Tensor, Tensor, Tensor)", _quantize, _quantize_fake)
+noise_key = define(
     "noise_key(Tensor seed, Tensor layer, Tensor count, int rank) -> Tensor",
     _noise_key,
     lambda seed, layer, count, rank: count.new_empty(2, dtype=torch.int64),
@@ -270,26 +336,58 @@ def _kept(x: Tensor, axis: int) -> list[int]:
     return [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
 
 
-def _statistics(x: Tensor) -> Any:
-    """The module whose statistics serve x."""
-    return native_kernels if _natively(x) else statistics
+def _statistic(name: str, x: Tensor, *arguments: Tensor) -> Any:
+    """One of the statistics that both modules have, from the one that serves x."""
+    if _path(x, *arguments) is not None:
+        return getattr(native_kernels, name)(x, *arguments)
+    return _plainly(getattr(statistics, name), x, *arguments)
+
+
+def _check_axis(op: str, x: Tensor, axis: int) -> None:
+    if not -1 <= axis < x.dim():
+        raise ValueError(f"{op}: axis is {axis}, but x has shape {tuple(x.shape)}; give one of its axes, or -1 for all.")
 
 
 def _absmax(x: Tensor, axis: int) -> Tensor:
     check_float("absmax", "x", x, least_rank=1)
-    if not -1 <= axis < x.dim():
-        raise ValueError(f"absmax: axis is {axis}, but x has shape {tuple(x.shape)}; give one of its axes, or -1 for all.")
-    if x.dim() > 1 and axis < 2 and _natively(x):
-        return native_kernels.absmax(x, axis)
-    return statistics.absmax(x, axis)
+    _check_axis("absmax", x, axis)
+    path = _path(x)
+    if path is not None and x.dim() > 1 and axis < 2:
+        return native_kernels.absmax(path, x, axis)
+    return _plainly(statistics.absmax, x, axis)
 
 
-define("absmax(Tensor x, int axis) -> Tensor", _absmax, lambda x, axis: x.new_empty(_kept(x, axis)))
+absmax = define("absmax(Tensor x, int axis) -> Tensor", _absmax, lambda x, axis: x.new_empty(_kept(x, axis)))
+
+
+def _check_quantize_max(x: Tensor, axis: int, key: Tensor | None) -> None:
+    check_float("quantize_max", "x", x)
+    _check_axis("quantize_max", x, axis)
+    _check_key("quantize_max", key)
+
+
+def _quantize_max(x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_quantize_max(x, axis, key)
+    path = _path(x)
+    if path is not None and axis < 2:
+        return native_kernels.quantize_max(path, x, axis, key)
+    return _plainly(reference.quantize_max, x, axis, key)
+
+
+def _quantize_max_fake(x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_quantize_max(x, axis, key)
+    shape, counts = _kept(x, axis), x.new_empty(2, dtype=torch.int64)
+    return torch.empty_like(x, dtype=torch.int8), x.new_empty(shape), x.new_empty(shape), counts
+
+
+quantize_max = define(
+    "quantize_max(Tensor x, int axis, Tensor? key) -> (Tensor, Tensor, Tensor, Tensor)", _quantize_max, _quantize_max_fake
+)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_float("moments", "x", x)
-    return _statistics(x).moments(x)
+    return _statistic("moments", x)
 
 
 def _moments_fake(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,7 +395,7 @@ def _moments_fake(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.float64), x.new_empty(shape, dtype=torch.float64)
 
 
-define("moments(Tensor x) -> (Tensor, Tensor, Tensor)", _moments, _moments_fake)
+moments = define("moments(Tensor x) -> (Tensor, Tensor, Tensor)", _moments, _moments_fake)
 
 
 def _tail_count(x: Tensor, threshold: Tensor) -> Tensor:
@@ -308,10 +406,10 @@ def _tail_count(x: Tensor, threshold: Tensor) -> Tensor:
             f"tail_count: threshold has shape {tuple(threshold.shape)} and dtype {threshold.dtype}, x has shape "
             f"{tuple(x.shape)}; it must be float32, one for all {tuple(one)} or one per channel {tuple(each)}."
         )
-    return _statistics(x).tail_count(x, threshold)
+    return _statistic("tail_count", x, threshold)
 
 
-define(
+tail_count = define(
     "tail_count(Tensor x, Tensor threshold) -> Tensor",
     _tail_count,
     lambda x, threshold: x.new_empty(_kept(x, 1), dtype=torch.int64),
@@ -321,18 +419,18 @@ define(
 def _dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     check_float("dot_terms", "x", x)
     _check_int8("dot_terms", values=values)
-    fits = scale.dim() == x.dim() and all(s in (1, n) for s, n in zip(scale.shape, x.shape, strict=True))
-    if values.shape != x.shape or scale.dtype != torch.float32 or not fits:
+    if values.shape != x.shape or scale.dtype != torch.float32 or not _broadcasts(scale, x):
         raise ValueError(
             f"dot_terms: x has shape {tuple(x.shape)}, values {tuple(values.shape)}, scale {tuple(scale.shape)} of "
             f"{scale.dtype}; values must have the shape of x, and scale its rank with ones along shared axes."
         )
     # The native kernels know scales per tensor, sample and channel; the reference knows all.
-    native_scale = all(size == 1 for size in scale.shape[2:])
-    return (_statistics(x) if native_scale else statistics).dot_terms(x, values, scale)
+    if all(size == 1 for size in scale.shape[2:]):
+        return _statistic("dot_terms", x, values, scale)
+    return _plainly(statistics.dot_terms, x, values, scale)
 
 
-define(
+dot_terms = define(
     "dot_terms(Tensor x, Tensor values, Tensor scale) -> Tensor",
     _dot_terms,
     lambda x, values, scale: x.new_empty(3, dtype=torch.float64),
@@ -350,20 +448,20 @@ def _check_clips(op: str, x: Tensor, clips: Tensor, rank: int) -> None:
 
 def _cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
     _check_clips("cosine_terms", x, clips, 1)
-    return _statistics(x).cosine_terms(x, clips)
+    return _statistic("cosine_terms", x, clips)
 
 
 def _cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
     _check_clips("cosine_slope_terms", x, clip, 0)
-    return _statistics(x).cosine_slope_terms(x, clip)
+    return _statistic("cosine_slope_terms", x, clip)
 
 
-define(
+cosine_terms = define(
     "cosine_terms(Tensor x, Tensor clips) -> Tensor",
     _cosine_terms,
     lambda x, clips: x.new_empty(clips.shape[0], 3, dtype=torch.float64),
 )
-define(
+cosine_slope_terms = define(
     "cosine_slope_terms(Tensor x, Tensor clip) -> Tensor",
     _cosine_slope_terms,
     lambda x, clip: x.new_empty(5, dtype=torch.float64),

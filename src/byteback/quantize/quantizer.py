@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from byteback import ops
 from byteback.ops.scale_rule import AXES
 from byteback.ops.schema import define
-from byteback.quantize.clipping import Choice, Memory
+from byteback.quantize.clipping import Choice, MaxAbs, Memory
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.rule import TensorRule
 
@@ -100,22 +100,63 @@ def _refuse(values: Tensor, scale: Tensor, settings: Settings, bad: int, iterati
     return values.zero_(), scale.fill_(factor)
 
 
+def _flag(flags: Tensor, slot: int) -> None:
+    """Sets one of the flags. Reading all eight costs less than writing one, and it is set but once."""
+    if flags.tolist()[slot] != 1.0:
+        flags[slot] = 1.0
+
+
 def _write_down(quantizer: Buffers, slot: int, choice: Choice, iteration: int) -> None:
     if choice.remember is not None:
         entries = choice.remember.reshape(-1)
         row = quantizer.clip[slot]
         # Scales per sample have no fixed shape: of those the largest clip is kept.
         row.copy_(entries if entries.numel() == row.numel() else entries.amax())
-        quantizer.initialized[slot] = 1.0
+        _flag(quantizer.initialized, slot)
     if choice.searched:
         quantizer.updated_at[slot] = iteration
+
+
+def _observe(observed: Tensor, seen: dict[int, float]) -> None:
+    """Writes several columns of one row at once."""
+    row = observed.tolist()
+    for column, value in seen.items():
+        row[column] = value
+    observed.copy_(torch.tensor(row, dtype=torch.float32))
 
 
 def _track(tracked: Tensor, clip: Tensor, seen: bool, momentum: float) -> None:
     """Exponential average of the clips seen in training, for eval."""
     entries = clip.reshape(-1)
     entries = entries if entries.numel() == tracked.numel() else entries.amax()
-    tracked.copy_(tracked * (1.0 - momentum) + entries * momentum if seen else entries)
+    if seen:
+        tracked.mul_(1.0 - momentum).add_(entries * momentum)
+    else:
+        tracked.copy_(entries)
+
+
+class _Chosen(NamedTuple):
+    """A tensor under the clip that its rule chose, and what the cast saw: share saturated, NaN or Inf values, max|x|."""
+
+    values: Tensor
+    scale: Tensor
+    choice: Choice
+    saturated: float
+    bad: int
+    peak: Tensor
+
+
+def _choose(x: Tensor, settings: Settings, memory: Memory | None, key: Tensor | None) -> _Chosen:
+    """Chooses the clip and quantizes; without a memory, as a rule does that looks at the tensor alone."""
+    rule, axis = settings.rule.clip, settings.axis()
+    if type(rule) is MaxAbs:
+        values, scale, peak, counts = ops.quantize_max(x, axis, key)
+        choice = Choice(peak, remember=peak)
+    else:
+        choice = rule.choose(x, axis, memory or Memory(x.new_zeros(1), False, 0, 0))
+        values, scale, counts, peak = ops.quantize(x, choice.clip, key)
+    saturated, bad = counts.tolist()
+    return _Chosen(values, scale, choice, saturated / max(x.numel(), 1), bad, peak)
 
 
 def _remembering(
@@ -128,38 +169,36 @@ def _remembering(
     remember: bool,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the clip, quantizes, and writes down what happened: the whole life of one tensor in one step."""
-    axis = settings.axis()
     now = int(iteration)
     rule = settings.rule.clip
+    memory = None
     # A rule that does not say so must not look back: a forward that is run again has to choose as before.
-    known = rule.looks_back and bool(buffers.initialized[slot])
-    memory = Memory(buffers.clip[slot], known, int(buffers.updated_at[slot]), now)
-    choice = rule.choose(x, axis, memory)
-    values, scale, counts, peak = ops.quantize(x, choice.clip, key)
-    saturated, bad = counts.tolist()
-    if bad:
+    if type(rule) is not MaxAbs:
+        known = rule.looks_back and bool(buffers.initialized.tolist()[slot])
+        memory = Memory(buffers.clip[slot], known, buffers.updated_at.tolist()[slot], now)
+    chosen = _choose(x, settings, memory, key)
+    if chosen.bad:
         # Outside training, and in a forward that is run again, there is no step to skip and nothing to count.
         counts_for_step = remember or settings.role == "grad_output"
         if counts_for_step:
             buffers.nonfinite.add_(1)
-        return _refuse(values, scale, settings if counts_for_step else _outside_training(settings), bad, now)
-    if rule.is_stale(choice, saturated / max(x.numel(), 1), float(peak)):
-        choice = rule.choose(x, axis, replace(memory, initialized=False))
-        values, scale, counts, _ = ops.quantize(x, choice.clip, key)
-        saturated = int(counts[0])
+        policy = settings if counts_for_step else _outside_training(settings)
+        return _refuse(chosen.values, chosen.scale, policy, chosen.bad, now)
+    if memory is not None and rule.is_stale(chosen.choice, chosen.saturated, float(chosen.peak)):
+        chosen = _choose(x, settings, replace(memory, initialized=False), key)
+    values, scale, choice = chosen[:3]
     if not remember or not x.numel():
         return values, scale
     _write_down(buffers, slot, choice, now)
-    observed = buffers.observed[slot]
-    observed[SATURATED] = saturated / x.numel()
-    observed[CLIP] = choice.clip.amax()
+    seen = {SATURATED: chosen.saturated, CLIP: float(choice.clip if choice.clip.numel() == 1 else choice.clip.amax())}
     if choice.gaussian_share is not None:
-        observed[GAUSSIAN] = choice.gaussian_share
+        seen[GAUSSIAN] = choice.gaussian_share
     if choice.searched or now % settings.observe_every == 0:
-        observed[DEVIATION] = direction_deviation(ops.dot_terms(x, values, scale))
+        seen[DEVIATION] = float(direction_deviation(ops.dot_terms(x, values, scale)))
+    _observe(buffers.observed[slot], seen)
     if buffers.tracked is not None:
-        _track(buffers.tracked[slot], choice.clip, bool(buffers.seen[slot]), settings.momentum)
-    buffers.seen[slot] = 1.0
+        _track(buffers.tracked[slot], choice.clip, bool(buffers.seen.tolist()[slot]), settings.momentum)
+    _flag(buffers.seen, slot)
     return values, scale
 
 
@@ -174,15 +213,15 @@ def _from_tracked(
     ordinal_known: bool,
 ) -> tuple[Tensor, Tensor]:
     """Eval: the clip that training tracked; without one, each sample's own maximum (or the batch's, for a gradient)."""
-    axis = settings.axis()
+    axis, flags = settings.axis(), seen.tolist()
     # A layer with several call sites that is called on its own: which of its clips is meant cannot be known.
-    if bool(seen[slot]) and (ordinal_known or int(seen.sum()) == 1):
+    if flags[slot] and (ordinal_known or int(sum(flags)) == 1):
         clip = _shaped(tracked[slot], x, axis)
-        clip = clip.expand(x.shape[0], *clip.shape[1:]).contiguous() if per_sample else clip.clone()
+        clip = clip.expand(x.shape[0], *clip.shape[1:]).contiguous() if per_sample else clip
+        values, scale, counts, _ = ops.quantize(x, clip)
     else:
-        clip = ops.absmax(x, 0 if per_sample else axis)
-    values, scale, counts, _ = ops.quantize(x, clip)
-    bad = int(counts[1])
+        values, scale, _, counts = ops.quantize_max(x, 0 if per_sample else axis)
+    bad = counts.tolist()[1]
     if bad:
         return _refuse(values, scale, _outside_training(settings), bad, int(iteration))
     return values, scale
@@ -195,15 +234,12 @@ def _outside_training(settings: Settings) -> Settings:
 
 def _fresh(x: Tensor, iteration: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """A tensor without memory, such as a weight."""
-    axis = settings.axis()
-    clip = settings.rule.clip.choose(x, axis, Memory(x.new_zeros(1), False, 0, 0)).clip
-    values, scale, counts, _ = ops.quantize(x, clip)
-    bad = int(counts[1])
-    if bad:
+    chosen = _choose(x, settings, None, None)
+    if chosen.bad:
         # Skipping steps would never mend a weight that is NaN already.
         policy = settings if settings.on_nonfinite == "propagate" else settings._replace(on_nonfinite="raise")
-        return _refuse(values, scale, policy, bad, int(iteration))
-    return values, scale
+        return _refuse(chosen.values, chosen.scale, policy, chosen.bad, int(iteration))
+    return chosen.values, chosen.scale
 
 
 # ---- the same three steps as operators, for torch.compile ------------------------------------------------------------
