@@ -18,15 +18,15 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from byteback.nn import Int8Layer
-from byteback.nn.layer import Shared, begin_forward, end_forward, weight_number
+from byteback.nn.layer import OWN_ATTRIBUTES, Shared, begin_forward, end_forward, weight_number
 from byteback.nn.subclass import INT8_CLASSES, int8_class
 from byteback.recipes import Recipe, resolve
 
 FLOAT_REASON = "byteback_float_reason"
 # Attributes and methods that Int8Layer adds to a torch layer.
 OWN_NAMES = (
-    *("recipe", "enabled", "hooked", "scaling", "quantizers", "int8_name", "int8_shared", "int8_calls"),
-    *("attach", "detach", "channels", "run", "rank", "backward_slot", "learning_rate_factor", "watch_for_hook"),
+    *(*OWN_ATTRIBUTES, "quantizers", "attach", "detach", "channels", "geometry", "runs_int8"),
+    *("run", "rank", "backward_slot", "learning_rate_factor", "watch_for_hook"),
 )
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -64,6 +64,12 @@ def prepare(model: nn.Module, recipe: Recipe | str = "unified-int8", *, keep_flo
         module.__class__ = int8_class(type(module))
         assert isinstance(module, Int8Layer)
         module.attach(recipe, seed=seed, layer=noise, name=name or type(model).__name__, shared=shared)
+    if not any(layer.runs_int8() for layer in int8_layers(model, "prepare").values()):
+        warnings.warn(
+            f"prepare: float is faster for every layer of this {type(model).__name__} that could run in int8, so float serves "
+            "them all; byteback.summary(model) says why. Use a recipe with strict=True to run them in int8 all the same.",
+            stacklevel=2,
+        )
     model.register_forward_pre_hook(begin_forward)
     model.register_forward_hook(end_forward, always_call=True)
     return model

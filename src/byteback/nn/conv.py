@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from byteback.nn.float_table import Geometry
 from byteback.nn.layer import Int8Layer, weight_number
 from byteback.nn.products import ConvProducts
 from byteback.recipes import Recipe
@@ -28,9 +29,12 @@ class _Int8Conv(Int8Layer):
     def channels(self) -> tuple[int, int]:
         return self.in_channels, self.out_channels  # type: ignore[return-value]
 
+    def geometry(self) -> Geometry:
+        return Geometry(*self.channels(), self.groups, self.kernel_size, self.stride, self.dilation)  # type: ignore[arg-type]
+
     def forward(self, input: Tensor) -> Tensor:
         """output = input ⋆ weight + bias."""
-        if not self.enabled:
+        if not self.runs_int8():
             return super().forward(input)
         spatial = len(self.kernel_size)  # type: ignore[arg-type]
         batched = input.dim() == spatial + 2
