@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test shares: hypothesis draws the same examples each time, and no test asserts a time."""
+"""What every test shares: hypothesis draws the same examples each time, no test asserts a time, and int8 serves.
+
+Tests use layers so small that float would serve most of them (nn/float_table.py), and what they are about is int8. So the
+table is empty in a test, unless the test is marked `float_table`.
+"""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
+
+from byteback.nn import float_table
 
 settings.register_profile("byteback", derandomize=True, deadline=None)
 settings.load_profile("byteback")
+
+
+@pytest.fixture(autouse=True)
+def int8_serves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "float_table" not in request.keywords:
+        monkeypatch.setattr(float_table, "RULES", ())

@@ -163,6 +163,7 @@ def run(page: Path, text: str) -> None:
         gc.collect()  # a page may define a recipe of its own, which other tests should not find
 
 
+@pytest.mark.float_table  # a page is read by users, for whom it is in force
 @pytest.mark.parametrize("page", RUNNABLE, ids=page_id)
 def test_its_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")

@@ -520,7 +520,7 @@ RANK = """
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 3))
-    byteback.prepare(model, byteback.UnifiedInt8(on_nonfinite="skip"))
+    byteback.prepare(model, byteback.UnifiedInt8(on_nonfinite="skip", strict=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaling = byteback.scale_learning_rates(optimizer, model)
     warnings.simplefilter("ignore")

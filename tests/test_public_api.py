@@ -71,7 +71,7 @@ def test_importing_byteback_needs_neither_torchvision_nor_rich() -> None:
         "import sys\n"
         "for name in ('torchvision', 'rich', 'tyro', 'sklearn', 'onnx'): sys.modules[name] = None\n"
         "import byteback, torch\n"
-        "model = byteback.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 3)))\n"
+        "model = byteback.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3)))\n"
         "print(byteback.summary(model))\n"
     )
     done = subprocess.run(

@@ -20,15 +20,15 @@ from torch.nn.utils import parametrize
 from byteback.bind import BLOCK_REASON, BLOCK_TEXT, bind_blocks
 from byteback.fuse import find_blocks
 from byteback.nn import FusedConvolution, Int8Layer
-from byteback.nn.layer import Shared, begin_forward, end_forward, weight_number
+from byteback.nn.layer import OWN_ATTRIBUTES, Shared, begin_forward, end_forward, weight_number
 from byteback.nn.subclass import INT8_CLASSES, int8_class
 from byteback.recipes import Recipe, resolve
 
 FLOAT_REASON = "byteback_float_reason"
 # Attributes and methods that Int8Layer adds to a torch layer.
 OWN_NAMES = (
-    *("recipe", "enabled", "hooked", "scaling", "quantizers", "int8_name", "int8_shared", "int8_calls"),
-    *("attach", "detach", "channels", "run", "runs_int8", "rank", "next_slot", "check_dtypes", "int8_block", "backward_slot", "learning_rate_factor", "watch_for_hook"),
+    *(*OWN_ATTRIBUTES, "quantizers", "attach", "detach", "channels", "geometry", "runs_int8", "run", "rank"),
+    *("next_slot", "backward_slot", "check_dtypes", "learning_rate_factor", "watch_for_hook", "int8_block"),
 )
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -70,6 +70,12 @@ def prepare(
         module.__class__ = int8_class(type(module))
         assert isinstance(module, Int8Layer)
         module.attach(recipe, seed=seed, layer=noise, name=name or type(model).__name__, shared=shared)
+    if not any(layer.runs_int8() for layer in int8_layers(model, "prepare").values()):
+        warnings.warn(
+            f"prepare: float is faster for every layer of this {type(model).__name__} that could run in int8, so float serves "
+            "them all; byteback.summary(model) says why. Use a recipe with strict=True to run them in int8 all the same.",
+            stacklevel=2,
+        )
     if plan is not None:
         bind_blocks(model, plan, recipe)
     model.register_forward_pre_hook(begin_forward)

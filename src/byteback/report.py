@@ -118,7 +118,7 @@ def summary(model: nn.Module) -> Summary:
         reason = getattr(module, FLOAT_REASON, None)
         if isinstance(module, Int8Layer):
             runs = [_runs(module, product) for product in _PRODUCTS]
-            note = "" if module.enabled else "switched to float by byteback.enabled"
+            note = _note(module)
         elif reason is not None:
             runs, note = ["float"] * 3, reason
         else:
@@ -132,7 +132,16 @@ def summary(model: nn.Module) -> Summary:
 
 
 def _runs(layer: Int8Layer, product: str) -> str:
-    return "int8" if layer.enabled and getattr(layer.recipe, product) else "float"
+    return "int8" if layer.runs_int8() and getattr(layer.recipe, product) else "float"
+
+
+def _note(layer: Int8Layer) -> str:
+    """Why an int8 layer does not run as its recipe says."""
+    if layer.runs_int8():
+        return ""
+    if not layer.enabled:
+        return "switched to float by byteback.enabled"
+    return f"float is faster here: {layer.faster_in_float} (Recipe.strict forces int8)"
 
 
 def _shape(module: nn.Module) -> str:
@@ -153,7 +162,8 @@ def health(model: nn.Module) -> Health:
             quantizer = getattr(layer.quantizers, role)
             if quantizer is not None and bool(quantizer.seen.any()):
                 result.append(_role_health(name, layer, role, quantizer))
-        result.append(_weight_health(name, layer))
+        if layer.faster_in_float is None or layer.runs_int8():
+            result.append(_weight_health(name, layer))
     result.sort(key=lambda row: (not math.isnan(row.deviation), -row.deviation))
     return result
 

@@ -4,6 +4,8 @@
 Every product is checked against the reference before it is timed. The two sides are interleaved and the ratio is the
 median over rounds; PyTorch gets the faster of contiguous and channels_last. The int8 side starts from int8 operands and
 includes quantizing and packing the weight; a second ratio adds the clip and quantization of the activation or gradient.
+Layers that the float table takes from int8 (nn/float_table.py) are timed like the others and marked: their ratio is still
+that of the int8 kernel, and a second geometric mean counts them as the 1.0 that a user gets.
 malloc is tuned for both sides unless told otherwise.
 """
 
@@ -26,6 +28,7 @@ from torch.nn import functional as F
 from byteback import ops, tables
 from byteback.bench.shapes import ConvCase, cases
 from byteback.memory import tune_malloc
+from byteback.nn.float_table import why_float
 from byteback.ops import native, native_kernels
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -61,6 +64,16 @@ class Timing:
     float_ms: float
     ratio: float
     ratio_with_quantize: float
+
+    @property
+    def float_serves(self) -> str | None:
+        """Why such a layer runs in float all the same; None where int8 serves."""
+        return why_float(self.case.geometry)
+
+    @property
+    def served_ratio(self) -> float:
+        """The ratio that a user gets who does not ask for strict int8."""
+        return 1.0 if self.float_serves else self.ratio
 
     @property
     def gmacs(self) -> float:
@@ -187,6 +200,9 @@ def summarize(timings: list[Timing]) -> dict[str, object]:
     return {
         "classes": classes,
         "geomean": round(_geomean([t.ratio for t in timings]), 3),
+        "geomean_served": round(_geomean([t.served_ratio for t in timings]), 3),
+        "float_serves": sum(t.float_serves is not None for t in timings),
+        "products": len(timings),
         "slowest": {
             "network": slowest.network,
             "shape": str(slowest.case),
@@ -226,10 +242,10 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
             timings += measured
             for t in measured:
                 rows.append(
-                    [str(case), t.case.kind, t.product, t.kernel]
+                    [str(case), t.case.kind, t.product, t.kernel + (" (float serves)" if t.float_serves else "")]
                     + [f"{t.int8_ms:.2f}", f"{t.float_ms:.2f}", f"{t.ratio:.2f}", f"{t.ratio_with_quantize:.2f}"]
                     + [f"{t.gmacs:.0f}", f"{t.gmacs / peak:.0%}"]
-                    + ([_reason(case, t.product)] if config.explain else [])
+                    + ([_reason(case, t)] if config.explain else [])
                 )
         columns = ["shape", "class", "product", "kernel", "int8 ms", "fp32 ms", "ratio", "+quantize", "GMAC/s", "of peak"]
         console.print(tables.build(network, columns + (["why"] if config.explain else []), rows, left=4))
@@ -239,8 +255,13 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
     summary = summarize(timings)
     console.print(tables.build("Geometric means", ["class", *PRODUCTS], _summary_rows(summary)))
     console.print(f"\nall {summary['geomean']}, slowest {summary['slowest']}")
+    if summary["float_serves"]:
+        console.print(
+            f"float serves {summary['float_serves']} of {summary['products']} products unless a recipe is strict; with those "
+            f"counted as 1.0: all {summary['geomean_served']}"
+        )
     if config.json:
-        details = [{**asdict(t), "case": str(t.case), "kind": t.case.kind} for t in timings]
+        details = [{**asdict(t), "case": str(t.case), "kind": t.case.kind, "float_serves": t.float_serves} for t in timings]
         config.json.write_text(json.dumps({**summary, "layers": details}, indent=2) + "\n")
         console.print(f"written to {config.json}")
     return timings
@@ -252,12 +273,13 @@ def _summary_rows(summary: dict[str, object]) -> list[list[str]]:
     return [[kind, *(f"{products[p]:.2f}" for p in PRODUCTS)] for kind, products in classes.items()]
 
 
-def _reason(case: ConvCase, product: str) -> str:
+def _reason(case: ConvCase, timing: Timing) -> str:
     oh, ow = case.out
-    return native_kernels.explain(
-        product,
+    int8 = native_kernels.explain(
+        timing.product,
         [case.batch, case.in_channels, case.height, case.width],
         [case.out_channels, case.in_channels // case.groups, case.kernel_h, case.kernel_w],
         [case.batch, case.out_channels, oh, ow],
         ([case.stride] * 2, [case.padding_h, case.padding_w], [case.dilation] * 2, case.groups),
     )
+    return int8 + (f"; float serves: {timing.float_serves}" if timing.float_serves else "")

@@ -14,6 +14,7 @@ from torch import nn
 
 from byteback import models
 from byteback.convert import first_convolution
+from byteback.nn.float_table import Geometry
 
 # network -> (name for models.build, image size, batch): the settings that the README's figures are for
 NETWORKS = {
@@ -64,6 +65,12 @@ class ConvCase:
             self.width + 2 * self.padding_w - self.dilation * (self.kernel_w - 1) - 1,
         )
         return spans[0] // self.stride + 1, spans[1] // self.stride + 1
+
+    @property
+    def geometry(self) -> Geometry:
+        """What the float table knows of such a layer."""
+        kernel, stride = (self.kernel_h, self.kernel_w), (self.stride, self.stride)
+        return Geometry(self.in_channels, self.out_channels, self.groups, kernel, stride, (self.dilation, self.dilation))
 
     @property
     def macs(self) -> int:

@@ -2,7 +2,7 @@
 """FLOOR 3: layers. Subclasses of torch's own, with the same parameters under the same names.
 
 Read `functional.py` (where the three products meet), then `layer.py` (what the layers share), `conv.py`, `linear.py`,
-`numerics.py` (what a layer remembers) and `products.py` (the products themselves).
+`numerics.py` (what a layer remembers), `products.py` (the products themselves) and `float_table.py` (where float is faster).
 """
 
 from byteback.nn.conv import FusedConvolution, Int8Conv1d, Int8Conv2d, Int8Conv3d

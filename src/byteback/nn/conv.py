@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from byteback.nn.begin import BoundBlock, begin_block, may_fuse
+from byteback.nn.float_table import Geometry
 from byteback.nn.layer import Int8Layer, weight_number
 from byteback.nn.pending import settled
 from byteback.nn.products import ConvProducts
@@ -75,10 +76,13 @@ class _Int8Conv(_Convolution, Int8Layer):
     def channels(self) -> tuple[int, int]:
         return self.in_channels, self.out_channels  # type: ignore[return-value]
 
+    def geometry(self) -> Geometry:
+        return Geometry(*self.channels(), self.groups, self.kernel_size, self.stride, self.dilation)  # type: ignore[arg-type]
+
     def forward(self, input: Tensor) -> Tensor:
         """output = input ⋆ weight + bias."""
         input = settled(input)
-        if not self.enabled:
+        if not self.enabled or not (self.runs_int8() or may_fuse(self, input)):
             return super().forward(input)
         x, products, batched = self._products(input)
         if batched and may_fuse(self, x):
@@ -107,7 +111,7 @@ class FusedConvolution(_Convolution):
             del self.__dict__[attribute]
         self.__class__ = self.float_class  # type: ignore[assignment]
 
-    def runs_int8(self, product: str) -> bool:
+    def runs_int8(self, product: str | None = None) -> bool:
         """Never."""
         return False
 

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from byteback.nn.float_table import Geometry, why_float
 from byteback.nn.functional import RECOMPUTED, Int8Product
 from byteback.nn.numerics import LayerNumerics
 from byteback.nn.products import Products
+from byteback.ops import native
 from byteback.quantize import CALL_SLOTS, DEVIATION
 from byteback.recipes import Recipe, resolve
 
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
     _Base = nn.Module
 else:
     _Base = object
+
+
+OWN_ATTRIBUTES = ("recipe", "enabled", "hooked", "scaling", "faster_in_float", "int8_name", "int8_shared", "int8_calls")
+"""What `attach` puts into a layer's dictionary, besides `quantizers`, which is a child module."""
 
 
 class Scaling(Protocol):
@@ -91,6 +97,7 @@ class Int8Layer(_Base):
         self.scaling: Scaling | None = None
         self.int8_shared = shared or Shared()
         self.int8_calls = 0
+        self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
         channels = self.channels()
         self.quantizers = LayerNumerics(self.recipe, *channels, seed=seed, layer=layer, name=name).to(self.weight.device)
 
@@ -99,18 +106,24 @@ class Int8Layer(_Base):
         del self.quantizers
         if self.scaling is not None:
             self.scaling.drop(self)
-        for attribute in ("recipe", "enabled", "hooked", "scaling", "int8_name", "int8_shared", "int8_calls"):
+        for attribute in OWN_ATTRIBUTES:
             del self.__dict__[attribute]
         self.__dict__.pop("int8_block", None)
         self.__class__ = self.float_class  # type: ignore[assignment]
 
-    def runs_int8(self, product: str) -> bool:
-        """Whether "output", "grad_input" or "grad_weight" runs in int8."""
-        return bool(getattr(self.recipe, product))
-
     def channels(self) -> tuple[int, int]:
         """(C, K): input and output channels."""
         raise NotImplementedError
+
+    def geometry(self) -> Geometry:
+        """What the float table knows of this layer."""
+        raise NotImplementedError
+
+    def runs_int8(self, product: str | None = None) -> bool:
+        """Whether the layer (or its "output", "grad_input" or "grad_weight") runs in int8 now. A chosen path is strict."""
+        if not self.enabled or (self.faster_in_float is not None and not native.is_chosen()):
+            return False
+        return product is None or bool(getattr(self.recipe, product))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a loaded model has no optimizer of ours behind it.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from byteback.nn.float_table import Geometry
 from byteback.nn.layer import Int8Layer, weight_number
 from byteback.nn.products import LinearProducts
 from byteback.recipes import Recipe
@@ -29,9 +30,12 @@ class Int8Linear(Int8Layer, nn.Linear):
     def channels(self) -> tuple[int, int]:
         return self.in_features, self.out_features
 
+    def geometry(self) -> Geometry:
+        return Geometry(*self.channels())
+
     def forward(self, input: Tensor) -> Tensor:
         """output = input @ weightᵀ + bias, over the last axis."""
-        if not self.enabled:
+        if not self.runs_int8():
             return super().forward(input)
         if input.dim() < 1 or input.shape[-1] != self.in_features:
             raise ValueError(

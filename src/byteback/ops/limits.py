@@ -7,8 +7,8 @@ Read `docs/1-scale-and-integer.md` for the derivations.
 
 from __future__ import annotations
 
-NUMERICS_VERSION = 1
-"""Raised whenever equal inputs would give other bits; stored with every model."""
+NUMERICS_VERSION = 2
+"""Raised whenever equal inputs would give other bits, also when the float table changes; stored with every model."""
 
 QMAX = 127
 """The largest magnitude of an int8 value."""

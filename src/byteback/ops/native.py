@@ -94,6 +94,11 @@ def current() -> str:
     return asked
 
 
+def is_chosen() -> bool:
+    """Whether a `with path(...)` block is open: then every product runs in int8 on that path, float serves none."""
+    return bool(_chosen)
+
+
 def number() -> int | None:
     """The current path as the native library counts; None for the reference."""
     return _NUMBERS.get(current())
@@ -101,7 +106,7 @@ def number() -> int | None:
 
 @contextmanager
 def path(name: str) -> Iterator[None]:
-    """Runs every operator on one path, in this process, for as long as the block lasts.
+    """Runs every operator on one path, in this process, for as long as the block lasts; float serves no product in it.
 
     >>> with path("reference"):
     ...     current()

@@ -40,6 +40,7 @@ class Recipe:
     grad_output_for_weight       a second copy of grad_output for grad_weight only; None: one copy serves both products
     learning_rate                a rule that scales each layer's learning rate; None: every factor is 1
     output, grad_input, grad_weight   whether that product runs in int8; False keeps it float, on unquantized operands
+    strict                       int8 also where float is faster; False lets float serve what nn/float_table.py lists
     first_conv, linear           whether the first convolution and the Linear layers run in int8 too (the papers: no)
     on_nonfinite                 NaN or Inf to be quantized: "raise", "skip" (the whole step) or "propagate"
     eval_clip                    eval quantizes inputs with the clip "tracked" in training, or with each "batch"'s own
@@ -57,6 +58,7 @@ class Recipe:
     output: bool = True
     grad_input: bool = True
     grad_weight: bool = True
+    strict: bool = False
     first_conv: bool = False
     linear: bool = False
     on_nonfinite: str = "raise"
