@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.ops import layout, native
+from byteback.ops import layout, native, pool
 from byteback.ops.scale_rule import combine_scales
 
 
@@ -40,7 +40,7 @@ def _channels_last(path: int, x: Tensor) -> Tensor:
     pixels = math.prod(x.shape[2:])
     if pixels < _TILE or not x.is_contiguous():  # the taps of a 3x3 weight fill no tile: PyTorch's copy is faster
         return x.movedim(1, -1).contiguous()
-    return _transpose(path, x, torch.empty_like(x), n, c, pixels)
+    return _transpose(path, x, pool.empty_like(x), n, c, pixels)
 
 
 def _three(values: Any, fill: int) -> list[int]:
@@ -112,14 +112,14 @@ def run(path: int, plan: Plan, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: T
     """The product in the memory format that the plan says."""
     a = a if plan.a_is_last else _channels_last(path, a)
     b = b if plan.b_is_last else _channels_last(path, b)
-    result = torch.empty_strided(plan.size, plan.strides, dtype=torch.float32)
+    result = pool.empty(plan.size, plan.strides, torch.float32)
     if plan.single:
         factor = (a_scale.data_ptr(), b_scale.data_ptr(), 0, 0)
     else:
         scales = combine_scales(plan.product, a_scale, b_scale, plan.groups, plan.channels).contiguous()
         rows, columns = scales.shape[:2]
         factor = (scales.data_ptr(), 0, columns if rows > 1 else 0, 1 if columns > 1 else 0)
-    buffer = result if plan.result_is_last else torch.empty(plan.size, dtype=torch.float32)
+    buffer = result if plan.result_is_last else pool.empty_like(result)
     function = getattr(_library(), _FUNCTIONS[plan.product])
     native.last_kernel = function(
         path, plan.shape, a.data_ptr(), b.data_ptr(), *factor, buffer.data_ptr(), torch.get_num_threads()
@@ -174,7 +174,7 @@ def _like(x: Tensor, dense: Tensor, values: Tensor) -> Tensor:
 def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dense, rows = _rows(x, per_sample=clip.shape[0] > 1)
     clip = clip.contiguous()
-    values, scale = torch.empty_like(dense, dtype=torch.int8), torch.empty_like(clip)
+    values, scale = pool.empty_like(dense, torch.int8), torch.empty_like(clip)
     counts, peak = torch.empty(2, dtype=torch.int64), torch.empty_strided((), (), dtype=torch.float32)
     _library().quantize(
         path,
@@ -195,7 +195,7 @@ def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Te
 
 def quantize_max(path: int, x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dense, rows = _rows(x, per_sample=axis == 0)
-    values, counts = torch.empty_like(dense, dtype=torch.int8), torch.empty(2, dtype=torch.int64)
+    values, counts = pool.empty_like(dense, torch.int8), torch.empty(2, dtype=torch.int64)
     clip = _empty_clip(x, axis)
     scale = torch.empty_like(clip)
     _library().quantize_max(

@@ -82,10 +82,10 @@ def normalize(
     rows = x.numel() // channels
     values = scale = output = mask = counts = None
     if clip is not None:
-        values, scale = torch.empty_like(x, dtype=torch.int8), torch.empty((1,) * x.dim())
+        values, scale = pool.empty_like(x, torch.int8), torch.empty((1,) * x.dim())
         counts = torch.empty(2, dtype=torch.int64)
     if want_float:
-        output = torch.empty_like(x)
+        output = pool.empty_like(x)
     if want_mask:
         mask = torch.empty(rows, (channels + 7) // 8, dtype=torch.uint8)
     _library.normalize(
@@ -150,7 +150,7 @@ def backward_numbers(
 
 def normalize_grad_sums(path: int, g: Tensor, numbers: list[int], want_masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     total, dot = _float64(g.shape[1]), _float64(g.shape[1])
-    masked = torch.empty_like(g) if want_masked else None
+    masked = pool.empty_like(g) if want_masked else None
     _library.normalize_grad_sums(
         path,
         numbers,
@@ -163,7 +163,7 @@ def normalize_grad_sums(path: int, g: Tensor, numbers: list[int], want_masked: b
 
 
 def normalize_grad(path: int, g: Tensor, numbers: list[int]) -> Tensor:
-    dx = torch.empty_like(g)
+    dx = pool.empty_like(g)
     _library.normalize_grad(path, numbers, dx.data_ptr(), torch.get_num_threads())
     return dx
 
@@ -171,7 +171,7 @@ def normalize_grad(path: int, g: Tensor, numbers: list[int]) -> Tensor:
 def normalize_grad_quantize(
     path: int, g: Tensor, numbers: list[int], clip: Tensor, key: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values, scale = torch.empty_like(g, dtype=torch.int8), torch.empty((1,) * g.dim())
+    values, scale = pool.empty_like(g, torch.int8), torch.empty((1,) * g.dim())
     counts, peak = torch.empty(2, dtype=torch.int64), _scalar()
     _library.normalize_grad_quantize(
         path,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,12 +47,17 @@ limit = _physical_memory() // 2
 """Bytes that the pool may hold in all, used and idle; beyond them the sizes that were not asked for longest go first."""
 
 
-def empty(shape: list[int] | torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty(shape: Sequence[int], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised dense CPU tensor."""
     size = math.prod(shape) * dtype.itemsize
     if size < SMALLEST or _use_count is None:
         return torch.empty_strided(shape, strides, dtype=dtype)
     return torch.empty(0, dtype=dtype).set_(_storage(_rounded(size)), 0, shape, strides)  # type: ignore[call-overload]
+
+
+def empty_like(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An uninitialised tensor that lies in memory as the dense tensor x does."""
+    return empty(x.shape, x.stride(), dtype)
 
 
 def _rounded(size: int) -> int:
