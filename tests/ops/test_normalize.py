@@ -175,6 +175,87 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
     assert values.shape == shape and counts.tolist() == [0, 0] and peak.item() == 0.0
 
 
+# ---- what adaptive recipes need --------------------------------------------------------------------------------------
+
+
+@with_native
+@by_shape
+def test_gradient_moments_agree(shape: tuple[int, ...]) -> None:
+    for seed, activation in itertools.product((0, 1), ("none", "relu", "silu")):
+        g, x = drawn(shape, seed), drawn(shape, seed + 7, special=False)
+        full = (g, x, *vectors(shape[1], 2, seed), None, activation, *vectors(shape[1], 3, seed + 1))
+        result = agree(lambda full=full: ops.normalize_grad_moments(*full))
+        dx = ops.normalize_grad(*full)
+        assert same(result, (dx, *ops.moments(dx)))
+
+
+@with_native
+@by_shape
+def test_pairs_are_the_single_operators(shape: tuple[int, ...]) -> None:
+    ones = [1] * (len(shape) - 2)
+    for seed in (0, 1):
+        x = drawn(shape, seed)
+        each, one = vectors(shape[1], 1, seed)[0], torch.tensor(0.7)
+        counts = agree(lambda x=x, each=each, one=one: ops.tail_count_pair(x, each, one))
+        assert same(counts, (ops.tail_count(x, each.reshape(1, -1, *ones)), ops.tail_count(x, one.reshape(1, 1, *ones))))
+        clips = (each.abs() + 0.1).reshape(1, -1, *ones)
+        clips[0, 0] = 0.0
+        for clip, key in itertools.product((torch.tensor(1.3), torch.tensor([0.0])), (None, key_of(5))):
+            first, second = agree(lambda x=x, clips=clips, c=clip, k=key: ops.quantize_pair(x, c, clips, k))
+            assert same(first, ops.quantize(x, clip.reshape(1, 1, *ones), key))
+            assert same(second, ops.quantize(x, clips, key))
+
+
+# ---- what is kept for backward ---------------------------------------------------------------------------------------
+
+
+@with_native
+@by_shape
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_kept_inputs_agree(shape: tuple[int, ...], kind: str) -> None:
+    for seed in (0, 1):
+        x, g = drawn(shape, seed), drawn(shape, seed + 5, special=False)
+        a, b, p, q, r = vectors(shape[1], 5, seed)
+        clean = torch.nan_to_num(x, 0.0, 9.0, -9.0)
+        low, high, mean = clean.amin([0, *range(2, x.dim())]), clean.amax([0, *range(2, x.dim())]), b
+        kept = agree(lambda x=x, s=(low, high, mean): ops.pack_norm(x, *s, kind))
+        args = (x, a, b, None, "relu", torch.tensor(1.0))
+        result = agree(
+            lambda args=args, s=(low, high, mean): ops.normalize(
+                *args, want_float=True, want_mask=True, keep=kind, low=s[0], high=s[1], mean=s[2]
+            )
+        )
+        assert same(result.kept, kept)
+        as_floats = normalize_reference.kept_value(kept)
+        for activation, mask in (("none", None), ("relu", result.mask), ("relu6", None), ("silu", None)):
+            gate = (a, b, mask, activation)
+            sums = agree(lambda g=g, kept=kept, gate=gate: ops.normalize_grad_sums(g, kept, *gate, want_masked=True))
+            assert same(sums, ops.normalize_grad_sums(g, as_floats, *gate, want_masked=True))
+            full = (g, kept, *gate, p, q, r)
+            dx = ops.normalize_grad(g, as_floats, *gate, p, q, r)
+            assert same(agree(lambda full=full: ops.normalize_grad(*full)), dx)
+            quantized = agree(lambda full=full: ops.normalize_grad_quantize(*full, torch.tensor(2.0), key_of(9)))
+            assert same(quantized, ops.quantize(dx, torch.full([1] * x.dim(), 2.0), key_of(9)))
+            assert same(agree(lambda full=full: ops.normalize_grad_moments(*full)), (dx, *ops.moments(dx)))
+
+
+def test_int8_keeps_to_half_a_step_and_bfloat16_rounds_to_even() -> None:
+    x = torch.randn(4, 9, 8, 8)
+    low, high = x.amin([0, 2, 3]), x.amax([0, 2, 3])
+    values, step, centre = ops.pack_norm(x, low, high, x.mean([0, 2, 3]), "int8")
+    back = normalize_reference.kept_value((values, step, centre))
+    assert values.abs().max() == 127
+    assert ((back - x).abs() <= 0.5001 * step.reshape(1, -1, 1, 1)).all()
+    assert same(ops.pack_norm(x, None, None, None, "bfloat16"), x.to(torch.bfloat16))
+
+
+def test_a_channel_of_one_value_is_kept_as_its_mean() -> None:
+    x = torch.full((2, 1, 3, 3), 5.0)
+    values, step, centre = ops.pack_norm(x, torch.tensor([5.0]), torch.tensor([5.0]), torch.tensor([5.0]), "int8")
+    assert step.tolist() == [1.0] and not values.any()
+    assert same(normalize_reference.kept_value((values, step, centre)), x)
+
+
 # ---- the reference is what it says -----------------------------------------------------------------------------------
 
 
@@ -277,3 +358,15 @@ def test_wrong_arguments_are_refused() -> None:
         ops.normalize_grad_sums(x, x, v, v, torch.zeros(3, 1, dtype=torch.uint8), "relu", want_masked=False)
     with pytest.raises(TypeError, match="a is None"):
         ops.normalize_grad_sums(x, x, None, v, None, "relu", want_masked=False)
+    with pytest.raises(ValueError, match="cannot be kept as 'int4'"):
+        ops.pack_norm(x, v, v, v, "int4")
+    with pytest.raises(TypeError, match="int8 needs low, high and mean"):
+        ops.normalize(x, v, v, None, "relu", None, **keywords, keep="int8")
+    with pytest.raises(TypeError, match=r"x has dtype torch\.float16"):
+        ops.normalize_grad_sums(x, x.half(), v, v, None, "relu", want_masked=False)
+    with pytest.raises(ValueError, match="key has shape"):
+        ops.quantize_pair(x, torch.ones(()), torch.ones(1, 3, 1, 1), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="meta"):  # never the address of a tensor that is not in memory
+        ops.normalize_peak(x, v.to("meta"), v, None, "relu").item()
+    with pytest.raises(ValueError, match="clip_per_channel has shape"):
+        ops.quantize_pair(x, torch.ones(()), v, None)

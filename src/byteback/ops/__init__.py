@@ -3,7 +3,7 @@
 
 Read `limits.py` (the contract's numbers), `scale_rule.py` (what may be multiplied with what), `reference.py` and
 `statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema.py` (how PyTorch sees them);
-`normalize.py` for the passes of the fused block around a convolution, which are plain functions.
+`normalize.py` and `pairs.py` for the passes of the fused block around a convolution, which are plain functions.
 
 Tensors of integers come as a pair (values: int8, scale: float32); the granularity is the shape of `scale`.
 """
@@ -22,10 +22,13 @@ from byteback.ops.normalize import (
     channel_stats,
     normalize,
     normalize_grad,
+    normalize_grad_moments,
     normalize_grad_quantize,
     normalize_grad_sums,
     normalize_peak,
+    pack_norm,
 )
+from byteback.ops.pairs import quantize_pair, tail_count_pair
 from byteback.ops.statistics import sum_channels
 
 __all__ = [
@@ -44,13 +47,17 @@ __all__ = [
     "noise_key",
     "normalize",
     "normalize_grad",
+    "normalize_grad_moments",
     "normalize_grad_quantize",
     "normalize_grad_sums",
     "normalize_peak",
+    "pack_norm",
     "quantize",
     "quantize_max",
+    "quantize_pair",
     "sum_channels",
     "tail_count",
+    "tail_count_pair",
 ]
 
 

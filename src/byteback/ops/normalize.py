@@ -25,16 +25,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.ops import native, reference
 from byteback.ops import normalize_native as kernels
 from byteback.ops import normalize_reference as plain
+from byteback.ops import pool, reference, statistics
+from byteback.ops.normalize_checks import (
+    ACTIVATIONS,
+    SMOOTH,
+    check_activation,
+    check_gate,
+    check_kept,
+    check_key,
+    check_one,
+    check_tensor,
+    check_vector,
+    path_for,
+)
 from byteback.ops.normalize_reference import Kept
 
-ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu")
-_INDEX = {name: index for index, name in enumerate(ACTIVATIONS)}
-_SMOOTH = ("hardswish", "silu")
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_float32 = torch.float32
+__all__ = [
+    "ACTIVATIONS",
+    "Kept",
+    "Normalized",
+    "channel_stats",
+    "normalize_peak",
+    "normalize",
+    "pack_norm",
+    "normalize_grad_sums",
+    "normalize_grad",
+    "normalize_grad_quantize",
+    "normalize_grad_moments",
+]
 
 
 class Normalized(NamedTuple):
@@ -45,68 +65,7 @@ class Normalized(NamedTuple):
     output: Tensor | None
     mask: Tensor | None
     counts: Tensor | None
-
-
-# ---- checks at the door ----------------------------------------------------------------------------------------------
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x, copied if it does not lie channels last."""
-    memory_format = _FORMATS.get(x.dim())
-    if memory_format is not None:
-        return x if x.is_contiguous(memory_format=memory_format) else x.contiguous(memory_format=memory_format)
-    return x.contiguous() if x.dim() == 2 else plain.channels_last(x)
-
-
-def _tensor(op: str, name: str, x: Tensor, like: Tensor | None = None) -> Tensor:
-    """x, checked and channels last."""
-    if x.dtype is not _float32:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}, but this pass is defined in float32. Call .float() on it.")
-    if like is None:
-        if x.dim() < 2:
-            raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, but it needs an N and a C axis. Reshape it.")
-    elif x.shape != like.shape:
-        raise ValueError(
-            f"{op}: {name} has shape {tuple(x.shape)}, but it is taken element by element with a tensor of shape "
-            f"{tuple(like.shape)}; nothing is broadcast. Expand it first."
-        )
-    return _dense(x)
-
-
-def _vector(op: str, name: str, vector: Tensor | None, channels: int) -> Tensor:
-    """A per-channel vector, checked and dense."""
-    if vector is None:
-        raise TypeError(f"{op}: {name} is None, but this activation needs z = a·x + b. Pass the vectors of the forward pass.")
-    if vector.dtype is not _float32:
-        raise TypeError(f"{op}: {name} has dtype {vector.dtype}, but this pass is defined in float32. Call .float() on it.")
-    if vector.dim() != 1 or vector.shape[0] != channels:
-        raise ValueError(
-            f"{op}: {name} has shape {tuple(vector.shape)}, but there are {channels} channels; it needs one number for each, "
-            f"as shape ({channels},). Flatten it."
-        )
-    return vector.contiguous()
-
-
-def _one(op: str, name: str, number: Tensor) -> Tensor:
-    if number.dtype is not _float32 or number.numel() != 1:
-        raise ValueError(
-            f"{op}: {name} has shape {tuple(number.shape)} and dtype {number.dtype}; it is one float32 for the whole tensor. "
-            "Use ops.quantize for a clip per channel or per sample."
-        )
-    return number
-
-
-def _activation(op: str, activation: str) -> int:
-    index = _INDEX.get(activation)
-    if index is None:
-        raise ValueError(f"{op}: activation {activation!r} is unknown; there are {', '.join(ACTIVATIONS)}.")
-    return index
-
-
-def _path(x: Tensor) -> int | None:
-    """The native path for this tensor; None for the reference, which takes other devices and empty tensors."""
-    native.last_kernel = ""
-    return native.number() if x.is_cpu and x.numel() else None
+    kept: Kept | None = None
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -118,8 +77,8 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     >>> [s.tolist() for s in channel_stats(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))]
     [[3.0, -2.5], [5.0, 9.25], [1.0, -3.0], [2.0, 0.5]]
     """
-    x = _tensor("channel_stats", "x", x)
-    path = _path(x)
+    x = check_tensor("channel_stats", "x", x)
+    path = path_for(x)
     if path is not None:
         return kernels.channel_stats(path, x)
     with torch.no_grad():
@@ -133,11 +92,11 @@ def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Tensor | None, act
     3.0
     """
     op = "normalize_peak"
-    x = _tensor(op, "x", x)
+    x = check_tensor(op, "x", x)
     channels = x.shape[1]
-    a, b, index = _vector(op, "a", a, channels), _vector(op, "b", b, channels), _activation(op, activation)
-    residual = None if residual is None else _tensor(op, "residual", residual, x)
-    path = _path(x)
+    a, b, index = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels), check_activation(op, activation)
+    residual = None if residual is None else check_tensor(op, "residual", residual, x)
+    path = path_for(x, a, b, residual)
     if path is not None:
         return kernels.normalize_peak(path, x, a, b, residual, index)
     with torch.no_grad():
@@ -154,10 +113,15 @@ def normalize(
     *,
     want_float: bool,
     want_mask: bool,
+    keep: str | None = None,
+    low: Tensor | None = None,
+    high: Tensor | None = None,
+    mean: Tensor | None = None,
 ) -> Normalized:
     """y = activation(a·x + b + residual): as int8 by `clip` (one float32; None: no int8), as float32, its mask; in one pass.
 
     values, scale and counts are those of ops.quantize(y, clip). hardswish and silu have no mask (None): backward takes z again.
+    `keep` also gives pack_norm(x, low, high, mean, keep) as `kept`, without another reading of x.
 
     >>> x, one = torch.tensor([[1.0, -3.0]]), torch.ones(2)
     >>> result = normalize(x, one, one, None, "relu", torch.tensor(2.0), want_float=True, want_mask=True)
@@ -165,46 +129,66 @@ def normalize(
     ([[127, 0]], [[2.0, 0.0]], [[1]], [0, 0])
     """
     op = "normalize"
-    x = _tensor(op, "x", x)
+    x = check_tensor(op, "x", x)
     channels = x.shape[1]
-    a, b, index = _vector(op, "a", a, channels), _vector(op, "b", b, channels), _activation(op, activation)
-    residual = None if residual is None else _tensor(op, "residual", residual, x)
-    clip = None if clip is None else _one(op, "clip", clip)
-    want_mask = want_mask and activation not in _SMOOTH
-    path = _path(x)
+    a, b, index = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels), check_activation(op, activation)
+    residual = None if residual is None else check_tensor(op, "residual", residual, x)
+    clip = None if clip is None else check_one(op, "clip", clip)
+    want_mask = want_mask and activation not in SMOOTH
+    kept = None if keep is None else _room(op, x, low, high, mean, keep)
+    path = path_for(x, a, b, residual, clip, *(() if kept is None else _tensors(kept)))
     if path is not None:
-        return Normalized(*kernels.normalize(path, x, a, b, residual, index, clip, want_float, want_mask))
+        return Normalized(*kernels.normalize(path, x, a, b, residual, index, clip, want_float, want_mask, kept))
     with torch.no_grad():
         values, scale, output, mask, counts = plain.normalize(x, a, b, residual, activation, clip, want_mask)
-    return Normalized(values, scale, output if want_float else None, mask, counts)
+        if kept is not None:
+            plain.pack_norm(x, kept)
+    return Normalized(values, scale, output if want_float else None, mask, counts, kept)
+
+
+def _room(op: str, x: Tensor, low: Tensor | None, high: Tensor | None, mean: Tensor | None, kind: str) -> Kept:
+    """An empty place for what pack_norm keeps, with its step and centre."""
+    if kind == "bfloat16":
+        return pool.empty_like(x, torch.bfloat16)
+    if kind != "int8":
+        raise ValueError(f"{op}: BatchNorm's input cannot be kept as {kind!r}; there are 'bfloat16' and 'int8'.")
+    if low is None or high is None or mean is None:
+        raise TypeError(f"{op}: int8 needs low, high and mean of each channel. Pass those of channel_stats.")
+    channels = x.shape[1]
+    centre = check_vector(op, "mean", mean.to(torch.float32), channels)
+    low, high = check_vector(op, "low", low, channels), check_vector(op, "high", high, channels)
+    with torch.no_grad():
+        return pool.empty_like(x, torch.int8), plain.norm_step(low, high, centre), centre
+
+
+def pack_norm(x: Tensor, low: Tensor | None, high: Tensor | None, mean: Tensor | None, kind: str) -> Kept:
+    """BatchNorm's input, smaller, for backward: as bfloat16, or as int8 around each channel's mean.
+
+    int8: step = max(|low - mean|, |high - mean|) / 127 (1 where that counts as zero), values = round((x - mean) · (1 / step))
+    within ±127, returned with step and centre = mean, (C,) each; backward reads values · step + mean.
+
+    >>> x = torch.tensor([[1.0], [3.0]])
+    >>> values, step, centre = pack_norm(x, torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), "int8")
+    >>> values.tolist(), centre.tolist()
+    ([[-127], [127]], [2.0])
+    """
+    op = "pack_norm"
+    x = check_tensor(op, "x", x)
+    kept = _room(op, x, low, high, mean, kind)
+    path = path_for(x, *_tensors(kept))
+    if path is not None:
+        kernels.pack_norm(path, x, kept)
+    else:
+        with torch.no_grad():
+            plain.pack_norm(x, kept)
+    return kept
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def _kept(op: str, x: Kept, g: Tensor) -> Kept:
-    if isinstance(x, Tensor):
-        return _tensor(op, "x", x, g)
-    raise TypeError(f"{op}: x is a {type(x).__name__}, but it must be a float32 tensor.")
-
-
-def _gate(
-    op: str, g: Tensor, a: Tensor | None, b: Tensor | None, mask: Tensor | None, activation: str
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """a, b and mask as far as they are needed, checked."""
-    _activation(op, activation)
-    channels = g.shape[1]
-    if activation in _SMOOTH or (mask is None and activation != "none"):
-        return _vector(op, "a", a, channels), _vector(op, "b", b, channels), None
-    if mask is not None:
-        shape = (g.numel() // channels if channels else mask.shape[0], (channels + 7) // 8)
-        if mask.dtype is not torch.uint8 or mask.shape != shape:
-            raise ValueError(
-                f"{op}: mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, but for a gradient of shape "
-                f"{tuple(g.shape)} it is uint8 {shape}: one bit for each element. Pass the mask of the forward pass."
-            )
-        mask = mask.contiguous()
-    return None, None, mask
+def _tensors(x: Kept) -> tuple[Tensor, ...]:
+    return (x,) if isinstance(x, Tensor) else x
 
 
 def normalize_grad_sums(
@@ -228,10 +212,10 @@ def normalize_grad_sums(
     (1.0, 3.0, [[1.0], [0.0]])
     """
     op = "normalize_grad_sums"
-    g = _tensor(op, "g", g)
-    x = _kept(op, x, g)
-    a, b, mask = _gate(op, g, a, b, mask, activation)
-    path = _path(g)
+    g = check_tensor(op, "g", g)
+    x = check_kept(op, x, g)
+    a, b, mask = check_gate(op, g, a, b, mask, activation)
+    path = path_for(g, *_tensors(x), a, b, mask)
     if path is not None:
         return kernels.normalize_grad_sums(path, g, kernels.backward_numbers(g, x, a, b, mask, activation), want_masked)
     with torch.no_grad():
@@ -257,12 +241,12 @@ def normalize_grad(
     [[15.0, 13.0]]
     """
     op = "normalize_grad"
-    g = _tensor(op, "g", g)
-    x = _kept(op, x, g)
-    a, b, mask = _gate(op, g, a, b, mask, activation)
+    g = check_tensor(op, "g", g)
+    x = check_kept(op, x, g)
+    a, b, mask = check_gate(op, g, a, b, mask, activation)
     channels = g.shape[1]
-    p, q, r = _vector(op, "p", p, channels), _vector(op, "q", q, channels), _vector(op, "r", r, channels)
-    path = _path(g)
+    p, q, r = check_vector(op, "p", p, channels), check_vector(op, "q", q, channels), check_vector(op, "r", r, channels)
+    path = path_for(g, *_tensors(x), a, b, mask, p, q, r)
     if path is not None:
         return kernels.normalize_grad(path, g, kernels.backward_numbers(g, x, a, b, mask, activation, p, q, r))
     with torch.no_grad():
@@ -290,16 +274,47 @@ def normalize_grad_quantize(
     [[64, 25]]
     """
     op = "normalize_grad_quantize"
-    g = _tensor(op, "g", g)
-    x = _kept(op, x, g)
-    a, b, mask = _gate(op, g, a, b, mask, activation)
+    g = check_tensor(op, "g", g)
+    x = check_kept(op, x, g)
+    a, b, mask = check_gate(op, g, a, b, mask, activation)
     channels = g.shape[1]
-    p, q, r = _vector(op, "p", p, channels), _vector(op, "q", q, channels), _vector(op, "r", r, channels)
-    clip = _one(op, "clip", clip)
-    path = _path(g)
+    p, q, r = check_vector(op, "p", p, channels), check_vector(op, "q", q, channels), check_vector(op, "r", r, channels)
+    clip, key = check_one(op, "clip", clip), check_key(op, key)
+    path = path_for(g, *_tensors(x), a, b, mask, p, q, r, clip, key)
     if path is not None:
         numbers = kernels.backward_numbers(g, x, a, b, mask, activation, p, q, r)
-        return kernels.normalize_grad_quantize(path, g, numbers, clip, None if key is None else key.contiguous())
+        return kernels.normalize_grad_quantize(path, g, numbers, clip, key)
     with torch.no_grad():
         dx = plain.normalize_grad(g, x, a, b, mask, activation, p, q, r)
         return reference.quantize(dx, clip.reshape((1,) * dx.dim()), key)
+
+
+def normalize_grad_moments(
+    g: Tensor,
+    x: Kept,
+    a: Tensor | None,
+    b: Tensor | None,
+    mask: Tensor | None,
+    activation: str,
+    p: Tensor,
+    q: Tensor,
+    r: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The dx of normalize_grad together with ops.moments(dx): dx, peak, Σdx, Σdx²; in one pass.
+
+    >>> g, x, one = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]), torch.ones(2)
+    >>> [t.tolist() for t in normalize_grad_moments(g, x, None, None, None, "none", one, one, one)]
+    [[[5.0, 2.0]], [[5.0, 2.0]], [[5.0, 2.0]], [[25.0, 4.0]]]
+    """
+    op = "normalize_grad_moments"
+    g = check_tensor(op, "g", g)
+    x = check_kept(op, x, g)
+    a, b, mask = check_gate(op, g, a, b, mask, activation)
+    channels = g.shape[1]
+    p, q, r = check_vector(op, "p", p, channels), check_vector(op, "q", q, channels), check_vector(op, "r", r, channels)
+    path = path_for(g, *_tensors(x), a, b, mask, p, q, r)
+    if path is not None:
+        return kernels.normalize_grad_moments(path, g, kernels.backward_numbers(g, x, a, b, mask, activation, p, q, r))
+    with torch.no_grad():
+        dx = plain.normalize_grad(g, x, a, b, mask, activation, p, q, r)
+        return dx, *statistics.moments(dx)

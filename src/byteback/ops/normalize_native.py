@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.ops import native
+from byteback.ops import native, pool
 from byteback.ops.normalize_reference import Kept
 
 _library: Any = native.library
@@ -33,7 +33,7 @@ def _scalar() -> Tensor:
 def channel_stats(path: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     channels = x.shape[1]
     total, squares = _float64(channels), _float64(channels)
-    low, high = torch.empty(channels), torch.empty(channels)
+    low, high = torch.empty(channels, dtype=torch.float32), torch.empty(channels, dtype=torch.float32)
     _library.channel_stats(
         path,
         x.numel() // channels,
@@ -76,13 +76,14 @@ def normalize(
     clip: Tensor | None,
     want_float: bool,
     want_mask: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """values, scale, output, mask, counts."""
+    kept: Kept | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Kept | None]:
+    """values, scale, output, mask, counts, and `kept`, which is filled."""
     channels = x.shape[1]
     rows = x.numel() // channels
     values = scale = output = mask = counts = None
     if clip is not None:
-        values, scale = pool.empty_like(x, torch.int8), torch.empty((1,) * x.dim())
+        values, scale = pool.empty_like(x, torch.int8), torch.empty((1,) * x.dim(), dtype=torch.float32)
         counts = torch.empty(2, dtype=torch.int64)
     if want_float:
         output = pool.empty_like(x)
@@ -103,13 +104,25 @@ def normalize(
         0 if counts is None else counts.data_ptr(),
         0 if output is None else output.data_ptr(),
         0 if mask is None else mask.data_ptr(),
-        0,
-        0,
-        0,
-        0,
+        *_kept_numbers(kept),
         torch.get_num_threads(),
     )
-    return values, scale, output, mask, counts
+    return values, scale, output, mask, counts, kept
+
+
+def _kept_numbers(kept: Kept | None) -> tuple[int, int, int, int]:
+    """Where BatchNorm's input is kept: values, kind, step, centre."""
+    if kept is None:
+        return 0, 0, 0, 0
+    if isinstance(kept, Tensor):
+        return kept.data_ptr(), _KINDS[kept.dtype], 0, 0
+    return kept[0].data_ptr(), _INT8_KIND, kept[1].data_ptr(), kept[2].data_ptr()
+
+
+def pack_norm(path: int, x: Tensor, kept: Kept) -> None:
+    channels = x.shape[1]
+    numbers = _kept_numbers(kept)
+    _library.pack_norm(path, x.numel() // channels, channels, x.data_ptr(), *numbers, torch.get_num_threads())
 
 
 def backward_numbers(
@@ -124,20 +137,13 @@ def backward_numbers(
     r: Tensor | None = None,
 ) -> list[int]:
     """BackwardNumbers of csrc/bindings_norm.cpp. The caller keeps the tensors alive."""
-    if isinstance(x, Tensor):
-        kept, kind, step, centre = x.data_ptr(), _KINDS[x.dtype], 0, 0
-    else:
-        kept, kind, step, centre = x[0].data_ptr(), _INT8_KIND, x[1].data_ptr(), x[2].data_ptr()
     channels = g.shape[1]
     gate = _GATES[activation]
     return [
         g.numel() // channels,
         channels,
         g.data_ptr(),
-        kept,
-        kind,
-        step,
-        centre,
+        *_kept_numbers(x),
         0 if a is None else a.data_ptr(),
         0 if b is None else b.data_ptr(),
         0 if mask is None else mask.data_ptr(),
@@ -171,7 +177,7 @@ def normalize_grad(path: int, g: Tensor, numbers: list[int]) -> Tensor:
 def normalize_grad_quantize(
     path: int, g: Tensor, numbers: list[int], clip: Tensor, key: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values, scale = pool.empty_like(g, torch.int8), torch.empty((1,) * g.dim())
+    values, scale = pool.empty_like(g, torch.int8), torch.empty((1,) * g.dim(), dtype=torch.float32)
     counts, peak = torch.empty(2, dtype=torch.int64), _scalar()
     _library.normalize_grad_quantize(
         path,
@@ -185,3 +191,13 @@ def normalize_grad_quantize(
         torch.get_num_threads(),
     )
     return values, scale, counts, peak
+
+
+def normalize_grad_moments(path: int, g: Tensor, numbers: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = (1, g.shape[1], *(1,) * (g.dim() - 2))
+    dx, peak = pool.empty_like(g), torch.empty(shape, dtype=torch.float32)
+    total, squares = torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.float64)
+    _library.normalize_grad_moments(
+        path, numbers, dx.data_ptr(), peak.data_ptr(), total.data_ptr(), squares.data_ptr(), torch.get_num_threads()
+    )
+    return dx, peak, total, squares

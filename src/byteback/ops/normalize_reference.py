@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from byteback.ops import reference, statistics
+from byteback.ops.limits import QMAX, ZERO_SCALE
 
 # exp(t) = 2^n · e^r: n = round(t · log2 e), r = (t - n · LN2_HIGH) - n · LN2_LOW (n · LN2_HIGH is exact),
 # e^r = ((c5 r + c4) r² + (c3 r + c2)) r² + r + 1 with the smallest greatest error for |r| <= ln2 / 2.
@@ -140,6 +141,22 @@ def normalize(
         return None, None, output, mask, None
     values, scale, counts, _ = reference.quantize(output, clip.reshape((1,) * x.dim()), None)
     return values, scale, output, mask, counts
+
+
+def norm_step(low: Tensor, high: Tensor, centre: Tensor) -> Tensor:
+    """The int8 step of each channel: its farthest value is 127 steps from the centre."""
+    reach = torch.maximum((low - centre).abs(), (high - centre).abs())
+    return torch.where(statistics.is_live(reach), reach / _number(float(QMAX), reach), ZERO_SCALE)
+
+
+def pack_norm(x: Tensor, kept: Kept) -> None:
+    """Fills `kept` with x."""
+    if isinstance(kept, Tensor):
+        kept.copy_(x)
+        return
+    values, step, centre = kept
+    y = (x - column(centre, x)) * column(_number(1.0, step) / step, x)
+    values.copy_(torch.where(torch.isnan(y), 0.0, y.clamp(-QMAX, QMAX).round()))
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
