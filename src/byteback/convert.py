@@ -7,18 +7,17 @@ What stays float keeps a sentence that says why; `summary` prints it.
 
 from __future__ import annotations
 
-import copy
 import difflib
-import warnings
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from byteback.bind import BLOCK_REASON, BLOCK_TEXT, bind_blocks
 from byteback.fuse import find_blocks
+from byteback.fuse.tracing import CONVOLUTIONS, graph_of
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.layer import OWN_ATTRIBUTES, Shared, begin_forward, end_forward, weight_number
 from byteback.nn.subclass import INT8_CLASSES, int8_class
@@ -30,7 +29,6 @@ OWN_NAMES = (
     *(*OWN_ATTRIBUTES, "quantizers", "attach", "detach", "channels", "geometry", "runs_int8", "run", "rank"),
     *("next_slot", "backward_slot", "check_dtypes", "learning_rate_factor", "watch_for_hook", "int8_block"),
 )
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -148,29 +146,17 @@ def int8_layers(model: nn.Module, asked_by: str) -> dict[str, Int8Layer]:
 
 def first_convolution(model: nn.Module) -> nn.Module | None:
     """The first convolution in execution order; in registration order where the model cannot be traced."""
-    registered = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
-    if isinstance(model, _CONVOLUTIONS) or len(registered) < 2:
+    registered = [module for module in model.modules() if isinstance(module, CONVOLUTIONS)]
+    if isinstance(model, CONVOLUTIONS) or len(registered) < 2:
         return registered[0] if registered else None
     try:
-        # A copy that shares its weights: tracing runs the user's forward, which may write to the module.
-        shared = {id(parameter): parameter for parameter in model.parameters()}
-        twin = copy.deepcopy(model, shared)
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")
-            graph = _Tracer().trace(twin)
+        graph = graph_of(model)
     except Exception:
         return registered[0]
     for node in graph.nodes:
-        if node.op == "call_module" and isinstance(twin.get_submodule(node.target), _CONVOLUTIONS):
-            return model.get_submodule(node.target)
+        if node.op == "call_module" and isinstance(layer := model.get_submodule(str(node.target)), CONVOLUTIONS):
+            return layer
     return registered[0]
-
-
-class _Tracer(fx.Tracer):
-    """Stops at every convolution, also at those of a user's own class."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, _CONVOLUTIONS) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _check_fresh(model: nn.Module) -> None:
@@ -186,7 +172,7 @@ def _check_fresh(model: nn.Module) -> None:
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every layer that could be meant for int8, whether it can or not."""
-    kinds = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear)
+    kinds = (*CONVOLUTIONS, *_TRANSPOSED, nn.Linear)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of a model, found in its graphs.
+
+A block swallows a stage only where the stage before it has no other user, in training as well as in evaluation and at every
+place where the convolution is called. Each convolution that starts no block gets a sentence that says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import fx, nn
+
+from byteback.fuse.nodes import Activation, Nodes, is_sum, why_not_fused
+from byteback.fuse.tracing import CONVOLUTIONS, Structure, Trace, trace
+
+Stage = Literal["conv", "norm", "add", "activation"]
+AFTER_A_SUM = ("relu", "relu6")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A convolution and the stages after it that are computed with it. Names are those of modules in the model."""
+
+    conv: str
+    norm: str | None  # a BatchNorm or FrozenBatchNorm2d; without one the convolution's own bias counts
+    adds: bool  # another tensor is added; that it has the same shape only the run can tell
+    activation: Activation
+    activation_module: str | None  # None where it is a function, or where there is none
+    ends: Stage  # the stage after which the block is complete; never "conv", as a convolution alone is no block
+    feeds_conv: bool  # another convolution takes the result, or may take it
+    feeds_other: bool  # something else takes the result, or may take it
+    consumers: tuple[str, ...]  # who takes the result, in a few words each
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `find_blocks` found: every convolution of the model is in one of the two."""
+
+    blocks: dict[str, Block]
+    reasons: dict[str, str]
+
+
+def find_blocks(model: nn.Module) -> Plan:
+    """The blocks of a model, by the name of their convolution, and why the other convolutions have none.
+
+    >>> plan = find_blocks(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)))
+    >>> [(block.conv, block.norm, block.activation, block.consumers) for block in plan.blocks.values()]
+    [('0', '1', 'relu', ('conv 3',))]
+    >>> plan.reasons
+    {'3': "its output is the model's output"}
+    """
+    traces = [trace(model, training) for training in (True, False)]
+    sites = [_sites(trace) for trace in traces]
+    blocks: dict[str, Block] = {}
+    reasons: dict[str, str] = {}
+    for name in (name for name, module in model.named_modules() if isinstance(module, CONVOLUTIONS)):
+        modes = [_one_of(found[name], "called at {} places that differ") for found in sites if name in found]
+        result = _one_of(modes, "training and evaluation differ") if modes else _why_unseen(name, traces)
+        if isinstance(result, str):
+            reasons[name] = result
+        else:
+            # One mode could not be followed here, so who takes the result in that mode is unknown.
+            unsure = any(name not in found and _failure(name, trace) for found, trace in zip(sites, traces, strict=True))
+            blocks[name] = replace(result, feeds_conv=True, feeds_other=True) if unsure else result
+    return Plan(blocks, reasons)
+
+
+def _sites(trace: Trace) -> dict[str, list[Block | str]]:
+    """What was found at each call of each convolution, by its name."""
+    sites: dict[str, list[Block | str]] = {}
+    for structure in trace.structures:
+        for name, result in _Matcher(trace, structure).results():
+            sites.setdefault(name, []).append(result)
+    return sites
+
+
+def _one_of(results: list[Block | str], otherwise: str) -> Block | str:
+    """Several results that are the same but for the takers become one."""
+    blocks = [result for result in results if isinstance(result, Block)]
+    if not blocks:
+        return results[0]
+    if len(blocks) < len(results) or not all(_same(blocks[0], block) for block in blocks):
+        return otherwise.format(len(results))
+    return replace(
+        blocks[0],
+        feeds_conv=any(block.feeds_conv for block in blocks),
+        feeds_other=any(block.feeds_other for block in blocks),
+        consumers=tuple(dict.fromkeys(name for block in blocks for name in block.consumers)),
+    )
+
+
+def _same(one: Block, other: Block) -> bool:
+    return one == replace(other, feeds_conv=one.feeds_conv, feeds_other=one.feeds_other, consumers=one.consumers)
+
+
+def _why_unseen(name: str, traces: list[Trace]) -> str:
+    if not name:
+        return "it is the whole model"
+    failure = next((failure for trace in traces if (failure := _failure(name, trace))), None)
+    return f"its module could not be traced: {failure}" if failure else "the model's forward never calls it"
+
+
+def _failure(name: str, trace: Trace) -> str | None:
+    """Why the innermost module around `name` that could not be traced could not."""
+    around = [box for box in trace.failures if name == box or not box or name.startswith(f"{box}.")]
+    return trace.failures[max(around, key=len)] if around else None
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A convolution's call with its norm, and the value that comes out of them."""
+
+    conv: fx.Node
+    norm: fx.Node | None
+    value: fx.Node
+
+
+class _Matcher:
+    """The blocks of one graph."""
+
+    def __init__(self, trace: Trace, structure: Structure) -> None:
+        self.nodes = Nodes(trace, structure)
+
+    def results(self) -> Iterator[tuple[str, Block | str]]:
+        """A block, or why there is none, for each call of a convolution."""
+        calls = [node for node in self.nodes.order if self.nodes.is_conv(node)]
+        refused = {node: reason for node in calls if (reason := why_not_fused(self.nodes.modules[node]))}
+        chains = [self.chain(node) for node in calls if node not in refused]
+        owners = self.owners(chains)
+        yield from ((self.nodes.names[node], reason) for node, reason in refused.items())
+        for chain in chains:
+            yield self.nodes.names[chain.conv], self.block(chain, owners)
+
+    def chain(self, conv: fx.Node) -> _Chain:
+        """The convolution and, if it is next, its norm."""
+        value, user = self.nodes.only_user(conv)
+        if user is not None and self.nodes.is_norm(user, value, self.nodes.modules[conv]):
+            return _Chain(conv, user, user)
+        return _Chain(conv, None, conv)
+
+    def owners(self, chains: list[_Chain]) -> dict[fx.Node, _Chain]:
+        """Which block each sum belongs to: of two the one with more convolutions behind it (no shortcut), else the left."""
+        claims: dict[fx.Node, list[tuple[int, bool, _Chain]]] = {}
+        for chain in chains:
+            value, user = self.nodes.only_user(chain.value)
+            if user is not None and self.nodes.is_residual(user, value):
+                is_left = value is user.args[0]
+                claims.setdefault(user, []).append((self.nodes.depth[value], is_left, chain))
+        return {node: max(claim, key=lambda rank: rank[:2])[2] for node, claim in claims.items()}
+
+    def block(self, chain: _Chain, owners: dict[fx.Node, _Chain]) -> Block | str:
+        """The block that starts with a chain."""
+        last, ends = chain.value, "norm" if chain.norm else "conv"
+        value, user = self.nodes.only_user(last)
+        adds = user is not None and owners.get(user) is chain
+        if user is not None and adds:
+            last, ends = user, "add"
+            value, user = self.nodes.only_user(last)
+        activation: Activation = "none"
+        module = None
+        kind = self.nodes.activation(user, value) if user is not None else None
+        if user is not None and kind and (not adds or kind in AFTER_A_SUM):
+            last, ends, activation, module = user, "activation", kind, self.nodes.names.get(user)
+        if ends == "conv":
+            return self.why_alone(chain.conv, owners)
+        changed = self.nodes.changed_meanwhile(chain.conv, last)
+        if changed:
+            return f"its input is changed in place ({changed}) before its block would be complete"
+        takers = list(self.nodes.takers(last))
+        return Block(
+            conv=self.nodes.names[chain.conv],
+            norm=self.nodes.names[chain.norm] if chain.norm else None,
+            adds=adds,
+            activation=activation,
+            activation_module=module,
+            ends=ends,  # type: ignore[arg-type]
+            feeds_conv=any(self.nodes.is_conv(taker) or self.nodes.is_unknown(taker) for taker in takers),
+            feeds_other=any(not self.nodes.is_conv(taker) for taker in takers),
+            consumers=tuple(dict.fromkeys(self.nodes.label(taker) for taker in takers)),
+        )
+
+    def why_alone(self, conv: fx.Node, owners: dict[fx.Node, _Chain]) -> str:
+        """Why nothing after a convolution can be computed with it."""
+        takers = list(self.nodes.takers(conv))
+        if not takers:
+            return "its output is not used"
+        labels = list(dict.fromkeys(self.nodes.label(taker) for taker in takers))
+        if len(takers) > 1:
+            return f"its output goes to {len(takers)} places: {', '.join(labels[:4])}{', ...' if len(labels) > 4 else ''}"
+        (taker,), name = takers, self.nodes.structure.name
+        if taker.op == "output":
+            return f"its output leaves {name}, which could be traced only alone" if name else "its output is the model's output"
+        if self.nodes.only_user(conv)[1] is None:
+            return f"followed by {labels[0]}, but its output is looked at before that (by a hook, or for its shape)"
+        if taker in owners:
+            return f"the sum after it belongs to the block of {self.nodes.names[owners[taker].conv]}"
+        if is_sum(taker):
+            return "the sum after it is not one with another tensor of the same shape, or is written into the other tensor"
+        if isinstance(self.nodes.modules.get(taker), nn.modules.batchnorm._BatchNorm):
+            return f"followed by {labels[0]}, which does not fit it or has a forward of its own"
+        return f"followed by {labels[0]}, which has no fused form"
