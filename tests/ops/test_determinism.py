@@ -28,10 +28,12 @@ def floats(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(9))
 
 
-def bits(result: Tensor | tuple[Tensor, ...]) -> Result:
-    """dtype, shape, strides and bytes of everything an operator returned."""
-    tensors = result if isinstance(result, tuple) else (result,)
-    return [(t.dtype, tuple(t.shape), t.stride(), np.ascontiguousarray(t.numpy()).tobytes()) for t in tensors]
+def bits(result: Any) -> Result:
+    """dtype, shape, strides and bytes of everything an operator returned, a tensor or tuples of them."""
+    if isinstance(result, tuple):
+        return [each for part in result if part is not None for each in bits(part)]
+    numbers = result.view(torch.int16) if result.dtype == torch.bfloat16 else result  # numpy has no bfloat16
+    return [(result.dtype, tuple(result.shape), result.stride(), np.ascontiguousarray(numbers.numpy()).tobytes())]
 
 
 S4 = torch.full((1, 1, 1, 1), 0.01)
@@ -41,6 +43,8 @@ GEOMETRY = ([1, 1], [1, 1], [1, 1], 1)
 F4 = floats(8, 17, 31, 29)
 CLIP = torch.full((1, 1, 1, 1), 2.5)
 KEY = torch.tensor([0x12345678, 0x9ABCDEF0])
+V = [floats(17) + i for i in range(5)]
+ONE = torch.tensor(1.5)
 
 CALLS: dict[str, Callable[[], Any]] = {
     "conv_int8": lambda: ops.conv_int8(X, S4, W, S4, *GEOMETRY),
@@ -64,12 +68,23 @@ CALLS: dict[str, Callable[[], Any]] = {
     "cosine_terms": lambda: ops.cosine_terms(F4, torch.tensor([0.5, 1.0, 2.0])),
     "cosine_slope_terms": lambda: ops.cosine_slope_terms(F4, torch.tensor(1.5)),
     "sum_channels": lambda: ops.sum_channels(floats(1, 777, 1, 1).double()),
+    "channel_stats": lambda: ops.channel_stats(F4),
+    "normalize_peak": lambda: ops.normalize_peak(F4, *V[:2], F4, "silu"),
+    "normalize": lambda: ops.normalize(F4, *V[:2], F4, "relu", ONE, want_float=True, want_mask=True, keep="bfloat16"),
+    "normalize_grad_sums": lambda: ops.normalize_grad_sums(F4, F4, *V[:2], None, "relu6", want_masked=True),
+    "normalize_grad": lambda: ops.normalize_grad(F4, F4, *V[:2], None, "hardswish", *V[2:]),
+    "normalize_grad_moments": lambda: ops.normalize_grad_moments(F4, F4, None, None, None, "none", *V[2:]),
+    "normalize_grad_quantize": lambda: ops.normalize_grad_quantize(F4, F4, *V[:2], None, "relu", *V[2:], ONE, KEY),
+    "pack_norm": lambda: ops.pack_norm(F4, -V[4].abs() - 1, V[4].abs() + 1, V[0], "int8"),
+    "quantize_pair": lambda: ops.quantize_pair(F4, ONE, V[3].reshape(1, -1, 1, 1), KEY),
+    "tail_count_pair": lambda: ops.tail_count_pair(F4, V[1], ONE),
 }
 by_call = pytest.mark.parametrize("call", list(CALLS))
 
 
 def test_every_operator_is_listed_here() -> None:
-    assert [name for name in ops.__all__ if not any(call.startswith(name) for call in CALLS)] == []
+    names = [name for name in ops.__all__ if name not in ("ACTIVATIONS", "Normalized")]
+    assert [name for name in names if not any(call.startswith(name) for call in CALLS)] == []
 
 
 @by_call
@@ -134,7 +149,7 @@ def test_calls_leave_the_nnpack_switch_as_it_was() -> None:
 
 @by_call
 def test_a_call_changes_none_of_its_arguments(call: str) -> None:
-    shared = (X, W, G, S4, S2, F4, CLIP, KEY)
+    shared = (X, W, G, S4, S2, F4, CLIP, KEY, *V, ONE)
     before = [bits(tensor) for tensor in shared]
     CALLS[call]()
     assert [bits(tensor) for tensor in shared] == before
