@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from byteback import tables
+from byteback.ops import pool
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST = 2**31 - 1  # mallopt takes an int
@@ -61,19 +62,23 @@ class MemoryReport:
     """dtype -> (storages, bytes) that autograd keeps from forward to backward, parameters and buffers left out."""
     parameters: int
     """Bytes of parameters and buffers that autograd refers to as well; they are there with or without it."""
+    pooled: int
+    """Bytes of buffers that lie idle between the passes, kept for the next one."""
     peak: int | None
     """Growth of the process's resident memory in a forward and backward pass, gradients included; None if unknown."""
 
     @property
     def saved(self) -> int:
-        """Bytes that autograd keeps from forward to backward."""
-        return sum(size for _, size in self.saved_by_dtype.values())
+        """Bytes that are kept from forward to backward: by autograd, and idle in the pool."""
+        return sum(size for _, size in self.saved_by_dtype.values()) + self.pooled
 
     def _table(self) -> tuple[str, list[str], list[list[str]], int]:
         peak = "unknown here" if self.peak is None else _megabytes(self.peak)
         title = f"{self.model}: {_megabytes(self.saved)} saved for backward, peak {peak} above the model at rest"
         kinds = sorted(self.saved_by_dtype.items(), key=lambda item: -item[1][1])
         rows = [[dtype, str(storages), _megabytes(size)] for dtype, (storages, size) in kinds]
+        if self.pooled:
+            rows.append(["idle buffers", "-", _megabytes(self.pooled)])
         return title, ["saved as", "tensors", "size"], rows, 1
 
     def __str__(self) -> str:
@@ -100,7 +105,8 @@ def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
     args = input if isinstance(input, tuple) else (input,)
     with _as_it_was(model, args):
         found: dict[int, tuple[str, int]] = {}
-        _forward_backward(model, args, found)
+        pool.release()  # else buffers of earlier steps would count
+        pooled = _forward_backward(model, args, found)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[str, tuple[int, int]] = {}
     for address, (dtype, size) in found.items():
@@ -108,17 +114,22 @@ def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
             storages, total = kept.get(dtype, (0, 0))
             kept[dtype] = (storages + 1, total + size)
     with _as_it_was(model, args):
+        pool.release()
         peak = peak_growth(lambda: _forward_backward(model, args, {}))
     return MemoryReport(
         model=type(model).__name__,
         saved_by_dtype=kept,
         parameters=sum(size for address, (_, size) in found.items() if address in own),
+        pooled=pooled,
         peak=peak,
     )
 
 
-def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, tuple[str, int]]) -> None:
-    """Both passes; storages that autograd saves in the forward pass land in `found`, by address."""
+def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, tuple[str, int]]) -> int:
+    """Both passes; storages that autograd saves in the forward pass land in `found`, by address.
+
+    Returns the bytes that lie idle in the pool of buffers between the passes.
+    """
     held = []  # a storage that is freed and reused within the pass would be taken for one
 
     def pack(tensor: Tensor) -> Tensor:
@@ -131,12 +142,14 @@ def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = [t for t in _tensors(model(*args)) if t.requires_grad]
         held.clear()
+        pooled = pool.idle()
         if not outputs:
             raise ValueError(
                 f"memory: the output of this {type(model).__name__} needs no gradient, so there is no backward pass to "
                 "measure. Pass a model with parameters that require gradients."
             )
         torch.autograd.backward(outputs, [torch.full_like(t, 1.0 / t.numel()) for t in outputs])
+    return pooled
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -471,3 +471,45 @@ def test_inference_without_grad_in_training_and_eval() -> None:
     # A prediction does not depend on its batch.
     with torch.no_grad():
         assert torch.equal(fused(x)[:1], fused(x[:1]))
+
+
+@pytest.mark.parametrize(("memory", "share", "tolerance"), [("bfloat16", 0.75, 0.05), ("int8", 0.6, 0.1)])
+def test_a_smaller_norm_memory_saves_bytes_and_keeps_the_direction(memory: str, share: float, tolerance: float) -> None:
+    torch.manual_seed(2)
+    model = Net(channels=16)
+    reference = byteback.prepare(copy.deepcopy(model), byteback.PlainInt8())
+    small = byteback.prepare(copy.deepcopy(model), byteback.PlainInt8(norm_memory=memory))
+    x = torch.randn(8, 3, 16, 16)
+    outputs, grads, saved = [], [], []
+    for each in (reference, small):
+        storages: dict[int, int] = {}
+
+        def pack(t: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            output, gradients = step(each, x)
+        outputs.append(output)
+        grads.append(gradients)
+        saved.append(sum(storages.values()))
+    assert torch.equal(*outputs)
+    for ga, gb in zip(*grads, strict=True):
+        assert_near(gb, ga, tolerance)
+    assert saved[1] < share * saved[0]
+
+
+def test_a_block_without_norm_saves_a_mask_and_no_floats() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU())
+    byteback.prepare(model, byteback.PlainInt8(first_conv=True))
+    dtypes = set()
+
+    def pack(t: Tensor) -> Tensor:
+        if t.numel() > 64:
+            dtypes.add(t.dtype)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(torch.randn(4, 8, 9, 9)).sum()
+    loss.backward()
+    assert dtypes == {torch.int8, torch.uint8}

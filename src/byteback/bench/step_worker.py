@@ -163,7 +163,9 @@ def measure_memory(job: Job, say: Say) -> dict[str, Any]:
     peak = peak_growth(train, base)
     images, _ = sides[0].batch()
     report = byteback.memory(sides[0].model, images)
-    return {"losses": losses, "peak": peak, "saved": report.saved, "saved_by_dtype": report.saved_by_dtype}
+    # Every storage that the hooks see, so also the float weights that FP32 keeps for its input gradients: int8 keeps copies.
+    saved = report.saved + report.parameters
+    return {"losses": losses, "peak": peak, "saved": saved, "saved_by_dtype": report.saved_by_dtype}
 
 
 def work(job: Job, say: Say) -> dict[str, Any]:

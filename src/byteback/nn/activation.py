@@ -68,8 +68,16 @@ class Source:
         self.write(wanted, want_float=False)
         return self.quantized[-1]
 
-    def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> Tensor | None:
-        """One pass that writes what is asked for; returns the mask."""
+    def write(
+        self,
+        clip: Tensor | None,
+        want_float: bool,
+        want_mask: bool = False,
+        keep: str | None = None,
+        extremes: tuple[Tensor | None, ...] = (),
+    ) -> tuple[Tensor | None, Any]:
+        """One pass that writes what is asked for; returns the mask and x in the form `keep`."""
+        low, high, mean = extremes or (None, None, None)
         made = ops.normalize(
             self.x,
             self.a,
@@ -79,12 +87,17 @@ class Source:
             clip,
             want_float=want_float,
             want_mask=want_mask,
+            keep=keep,
+            low=low,
+            high=high,
+            mean=mean,
         )
         if clip is not None:
+            assert made.values is not None and made.scale is not None and made.counts is not None
             self.quantized.append((clip, QTensor(made.values, made.scale), made.counts))
-        if want_float:
+        if made.output is not None:
             self.output = self._laid_out(made.output)
-        return made.mask
+        return made.mask, made.kept
 
     def plain(self) -> Tensor:
         """The float activation, without autograd."""

@@ -23,6 +23,7 @@ from byteback.nn.functional import Operands, backward_products, forward_product,
 from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient, known_peak
 from byteback.nn.pending import Stages
 from byteback.nn.products import ConvProducts
+from byteback.quantize import Moments
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -68,8 +69,9 @@ class Block(Function):
         for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
         y, kept = forward_product(x, weight, layer, call.products, call.slot, for_input, for_weight)
         y = _channels_last(y)
-        peak = None
-        if norm is not None and norm.training:
+        peak = low = high = None
+        training = None if norm is None else norm.training
+        if norm is not None and training:
             normalized, low, high = from_batch(y, norm, bias)
             if residual is None and activation in MONOTONE:
                 peak = known_peak(normalized, low, high, activation)
@@ -77,12 +79,13 @@ class Block(Function):
             normalized = folded(norm, bias, weight)
         source = Source(y, normalized.a, normalized.b, _laid_out(residual), activation, call.strides, peak)
         backs = with_grad and any(ctx.needs_input_grad[:6])
-        mask = _write(source, stages, layer, backs)
+        saves = _what_to_save(ctx, stages, layer, residual is not None) if backs else _Saves(False, False, None)
+        mask, kept_y = _write(source, stages, layer, saves, low, high, normalized.mean)
         if backs:
             ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
-            ctx.norm_training, ctx.activation = (None if norm is None else norm.training), activation
+            ctx.norm_training, ctx.activation, ctx.count = training, activation, y.numel() // max(y.shape[1], 1)
             ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
-            ctx.save_for_backward(*kept, y, mask, *normalized)
+            ctx.save_for_backward(*kept, mask, *normalized, *((y,) if saves.y and kept_y is None else _tensors(kept_y)))
         sources.append(source)
         # An inference tensor does not count its writes, so it could not tell whether its int8 copy is still true.
         if source.output is None or torch.is_inference_mode_enabled():
@@ -97,23 +100,49 @@ class Block(Function):
         return (*refuse_second(ctx.layer.int8_name, grad_output, grads), None, None, None, None)
 
 
-def _write(source: Source, stages: Stages, layer: Int8Layer, backs: bool) -> Tensor | None:
-    """Writes in one pass what the plan expects to be read; returns the mask that backward needs."""
-    want_mask = backs and source.residual is not None and source.activation != "none"
+class _Saves(NamedTuple):
+    """What backward will need besides the operands: the product's output y (as what), the activation's mask."""
+
+    y: bool
+    mask: bool
+    keep: str | None
+
+
+def _what_to_save(ctx: Any, stages: Stages, layer: Any, adds: bool) -> _Saves:
+    """y for the norm's gradient and for smooth activations; else a mask tells all that backward wants to know of it."""
+    batch = stages.norm is not None and stages.norm.training
+    y = batch or ctx.needs_input_grad[3] or stages.activation not in MONOTONE
+    small = layer.recipe.norm_memory if batch and layer.recipe.norm_memory != "float32" else None
+    masks = stages.activation in ("relu", "relu6")
+    return _Saves(y, masks and (adds or not y or small is not None), small)
+
+
+def _write(
+    source: Source, stages: Stages, layer: Any, saves: _Saves, low: Tensor | None, high: Tensor | None, mean: Tensor
+) -> tuple[Tensor | None, Any]:
+    """Writes in one pass what the plan expects to be read, and what backward needs: the mask and a smaller y."""
     want_float = stages.plan.feeds_other
     # Training quantizes by the batch's own maximum, which is known now; eval waits for the clip of who reads it.
     want_int8 = stages.plan.feeds_conv and layer.training and layer.recipe.input == SHARED_RULE
-    if not (want_mask or want_float or want_int8):
-        return None
-    return source.write(source.clip() if want_int8 else None, want_float, want_mask)
+    if not (saves.mask or saves.keep or want_float or want_int8):
+        return None, None
+    extremes = (low, high, mean) if saves.keep else ()
+    return source.write(source.clip() if want_int8 else None, want_float, saves.mask, saves.keep, extremes)
+
+
+def _tensors(kept: Any) -> tuple[Tensor, ...]:
+    """What stands for y, as tensors that autograd can save."""
+    return () if kept is None else (kept,) if isinstance(kept, Tensor) else tuple(kept)
 
 
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: unpacking may recompute them
-    kept, (y, mask), normalized = Operands(*saved[:6]), saved[6:8], Normalized(*saved[8:])
+    kept, mask, normalized, y = Operands(*saved[:6]), saved[6], Normalized(*saved[7:11]), saved[11:]
     activation = ctx.activation
     for_residual = ctx.needs_input_grad[5]
     g = _channels_last(grad_output)
+    # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
+    y = y if len(y) > 1 else y[0] if y else g
     total = dot = residual_grad = None
     masks = activation != "none"
     if ctx.norm_training or any(ctx.needs_input_grad[2:5]) or (for_residual and masks):
@@ -123,7 +152,7 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             g, mask, activation = masked, None, "none"
     if for_residual:
         residual_grad = g
-    grads = input_gradient(normalized, ctx.norm_training, total, dot, y.numel() // max(y.shape[1], 1))
+    grads = input_gradient(normalized, ctx.norm_training, total, dot, ctx.count)
     gradient = BlockGradient(g, y, normalized.a, normalized.b, mask, activation, grads.p, grads.q, grads.r)
     grad_input, grad_weight = backward_products(ctx, kept, gradient, ctx.needs_input_grad)
     wanted = zip((grads.bias, grads.gamma, grads.beta, residual_grad), ctx.needs_input_grad[2:6], strict=True)
@@ -131,10 +160,10 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class BlockGradient(NamedTuple):
-    """The gradient of y, not written out: p·g' + q·y + r."""
+    """The gradient of y, not written out: p·g' + q·y + r. y may have been kept as something smaller."""
 
     g: Tensor
-    y: Tensor
+    y: Any
     a: Tensor
     b: Tensor
     mask: Tensor | None
@@ -145,6 +174,9 @@ class BlockGradient(NamedTuple):
 
     def written(self) -> Tensor:
         return ops.normalize_grad(*self)
+
+    def moments(self) -> Moments:
+        return Moments(*ops.normalize_grad_moments(*self))
 
     def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return ops.normalize_grad_quantize(*self, clip, key)

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from byteback import ops
 from byteback.nn.activation import SHARED_RULE, numbers, source_of
 from byteback.nn.products import Products
 from byteback.ops import layout
-from byteback.quantize import Adopted, QTensor, quantize_fresh
+from byteback.quantize import Adopted, Moments, QTensor, Step, adopt, quantize_both, quantize_fresh, quantize_held
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -74,6 +75,8 @@ class Gradient(Protocol):
 
     def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...
 
+    def moments(self) -> Moments | None: ...
+
 
 class FloatGradient(NamedTuple):
     """A gradient that exists as a float tensor."""
@@ -85,6 +88,9 @@ class FloatGradient(NamedTuple):
 
     def quantized(self, clip: Tensor, key: Tensor | None) -> None:
         return None
+
+    def moments(self) -> Moments:
+        return Moments(self.tensor, *ops.moments(self.tensor))
 
 
 def forward_product(
@@ -183,7 +189,8 @@ def _quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: boo
         if x_q is not None:
             remember = layer.training and slot != RECOMPUTED
             adopted = Adopted(x_q, clip, counts, lambda: numbers(x))
-            return numerics.input.adopt(adopted, settings, numerics.iteration, numerics.nonfinite, max(slot, 0), remember)
+            step = Step(numerics.iteration, numerics.nonfinite, max(slot, 0), remember)
+            return adopt(numerics.input, adopted, settings, step)
     x = numbers(x)
     if own_clip:
         remember = layer.training and slot != RECOMPUTED
@@ -211,19 +218,25 @@ def _quantize_gradient(
     layer.watch_for_hook()
     iteration = numerics.iteration.clone()  # both copies see the same one, also where the backward pass counts it
     key = numerics.next_noise_key(layer.rank(), count_iteration=training and not layer.hooked)
+    step = Step(iteration, numerics.nonfinite, slot, training)
+    second = numerics.grad_output_for_weight
+    if second is not None and for_input and for_weight and not torch.compiler.is_compiling():
+        handles = numerics.handles["grad_output"], numerics.handles["grad_output_for_weight"]
+        noise = key if numerics.settings["grad_output"].rule.rounding == "stochastic" else None
+        both = quantize_both((numerics.grad_output, second), gradient.moments, handles, noise, step)
+        if both is not None:
+            return both
 
     def quantize(field: str) -> QTensor:
         noise = key if numerics.settings[field].rule.rounding == "stochastic" else None
-        quantizer = getattr(numerics, field)
-        settings = numerics.handles[field]
-        held = quantizer.quantize_held(
-            gradient.quantized, settings, iteration, numerics.nonfinite, noise, slot, training
-        )
-        if held is not None:
-            return held
-        return quantizer.quantize(gradient.written(), settings, iteration, numerics.nonfinite, noise, slot, training)
+        quantizer, handle = getattr(numerics, field), numerics.handles[field]
+        if not torch.compiler.is_compiling():
+            held = quantize_held(quantizer, gradient.quantized, handle, noise, step)
+            if held is not None:
+                return held
+        return quantizer.quantize(gradient.written(), handle, iteration, numerics.nonfinite, noise, slot, training)
 
-    if numerics.grad_output_for_weight is None:
+    if second is None:
         shared = quantize("grad_output")
         return (shared if for_input else None), (shared if for_weight else None)
     return (

@@ -7,6 +7,7 @@
 """
 
 from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory
+from byteback.quantize.fused import Adopted, Moments, Step, adopt, quantize_both, quantize_held
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.quantizer import (
     CALL_SLOTS,
@@ -14,7 +15,6 @@ from byteback.quantize.quantizer import (
     DEVIATION,
     GAUSSIAN,
     SATURATED,
-    Adopted,
     NonFiniteError,
     Quantizer,
     Settings,
@@ -35,12 +35,17 @@ __all__ = [
     "SATURATED",
     "MaxAbs",
     "Memory",
+    "Moments",
     "NonFiniteError",
     "QTensor",
     "Quantizer",
     "Settings",
+    "Step",
     "TensorRule",
+    "adopt",
     "direction_deviation",
+    "quantize_both",
+    "quantize_held",
     "quantize_fresh",
     "register",
 ]

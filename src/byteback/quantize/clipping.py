@@ -49,14 +49,22 @@ class ClipRule:
     varies_along    the granularities that the rule can serve
     looks_back      whether it uses its memory; such a rule can serve gradients only, since a forward pass may be run again
                     by activation checkpointing and must then choose as before
+    chooses_both    whether `choose_both` is there: clips of two copies of a gradient from one set of statistics
     """
 
     varies_along: ClassVar[tuple[str, ...]] = ("tensor", "N", "C", "K")
     looks_back: ClassVar[bool] = False
+    chooses_both: ClassVar[bool] = False
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
         """The clip for x, one for the whole tensor (axis -1) or one for each index of `axis`."""
         raise NotImplementedError(f"{type(self).__name__}.choose: a clip rule must say how it chooses its clip")
+
+    def choose_both(
+        self, x: Tensor, peak: Tensor, total: Tensor, squares: Tensor, one: Memory, each: Memory
+    ) -> tuple[Choice, Choice]:
+        """The clips for the whole tensor and for each channel, given each channel's max|x|, sum and sum of squares."""
+        raise NotImplementedError(f"{type(self).__name__}.choose_both: a rule that says chooses_both must have it")
 
     def held(self, memory: Memory) -> Tensor | None:
         """The clip of a rule that need not see the tensor this time, one entry per scale; None where it must."""

@@ -100,6 +100,17 @@ def _refuse(values: Tensor, scale: Tensor, settings: Settings, bad: int, iterati
     return values.zero_(), scale.fill_(factor)
 
 
+def refuse_step(
+    buffers: Buffers, settings: Settings, remember: bool, values: Tensor, scale: Tensor, bad: int, now: int
+) -> tuple[Tensor, Tensor]:
+    """Counts a tensor with NaN or Inf and deals with it."""
+    # Outside training, and in a forward that is run again, there is no step to skip and nothing to count.
+    counts_for_step = remember or settings.role == "grad_output"
+    if counts_for_step:
+        buffers.nonfinite.add_(1)
+    return _refuse(values, scale, settings if counts_for_step else _outside_training(settings), bad, now)
+
+
 def _flag(flags: Tensor, slot: int) -> None:
     """Sets one of the flags. Reading all eight costs less than writing one, and it is set but once."""
     if flags.tolist()[slot] != 1.0:
@@ -178,28 +189,37 @@ def _remembering(
         memory = Memory(buffers.clip[slot], known, buffers.updated_at.tolist()[slot], now)
     chosen = _choose(x, settings, memory, key)
     if chosen.bad:
-        # Outside training, and in a forward that is run again, there is no step to skip and nothing to count.
-        counts_for_step = remember or settings.role == "grad_output"
-        if counts_for_step:
-            buffers.nonfinite.add_(1)
-        policy = settings if counts_for_step else _outside_training(settings)
-        return _refuse(chosen.values, chosen.scale, policy, chosen.bad, now)
+        return refuse_step(buffers, settings, remember, chosen.values, chosen.scale, chosen.bad, now)
     if memory is not None and rule.is_stale(chosen.choice, chosen.saturated, float(chosen.peak)):
         chosen = _choose(x, settings, replace(memory, initialized=False), key)
     values, scale, choice = chosen[:3]
     if not remember or not x.numel():
         return values, scale
+    remember_step(buffers, settings, slot, now, choice, chosen.saturated, QTensor(values, scale), lambda: x)
+    return values, scale
+
+
+def remember_step(
+    buffers: Buffers,
+    settings: Settings,
+    slot: int,
+    now: int,
+    choice: Choice,
+    saturated: float,
+    q: QTensor,
+    x: Callable[[], Tensor],
+) -> None:
+    """Writes down how a tensor x became q at iteration `now`."""
     _write_down(buffers, slot, choice, now)
-    seen = {SATURATED: chosen.saturated, CLIP: float(choice.clip if choice.clip.numel() == 1 else choice.clip.amax())}
+    seen = {SATURATED: saturated, CLIP: float(choice.clip if choice.clip.numel() == 1 else choice.clip.amax())}
     if choice.gaussian_share is not None:
         seen[GAUSSIAN] = choice.gaussian_share
     if choice.searched or now % settings.observe_every == 0:
-        seen[DEVIATION] = float(direction_deviation(ops.dot_terms(x, values, scale)))
+        seen[DEVIATION] = float(direction_deviation(ops.dot_terms(x(), q.values, q.scale)))
     _observe(buffers.observed[slot], seen)
     if buffers.tracked is not None:
         _track(buffers.tracked[slot], choice.clip, bool(buffers.seen.tolist()[slot]), settings.momentum)
     _flag(buffers.seen, slot)
-    return values, scale
 
 
 def _from_tracked(
@@ -285,75 +305,9 @@ define(
 )
 
 
-class Adopted(NamedTuple):
-    """A tensor that somebody else has quantized under its own maximum (or under a clip that was asked for)."""
-
-    q: QTensor
-    clip: Tensor
-    counts: Tensor  # (saturated, nonfinite)
-    x: Callable[[], Tensor]  # the float tensor, where its direction has to be measured
-
-
-def _adopt(adopted: Adopted, buffers: Buffers, iteration: Tensor, settings: Settings, slot: int, remember: bool) -> QTensor:
-    """What `_remembering` does for a rule without memory, once the integers exist."""
-    q, clip, counts, make_x = adopted
-    saturated, bad = counts.tolist()
-    if bad:
-        if remember:
-            buffers.nonfinite.add_(1)
-        policy = settings if remember else _outside_training(settings)
-        return QTensor(*_refuse(q.values.clone(), q.scale.clone(), policy, bad, int(iteration)))
-    count = q.values.numel()
-    if not remember or not count:
-        return q
-    now = int(iteration)
-    _write_down(buffers, slot, Choice(clip, remember=clip), now)
-    observed = buffers.observed[slot]
-    observed[SATURATED] = saturated / count
-    observed[CLIP] = clip
-    if now % settings.observe_every == 0:
-        observed[DEVIATION] = direction_deviation(ops.dot_terms(make_x(), q.values, q.scale))
-    if buffers.tracked is not None:
-        _track(buffers.tracked[slot], clip, bool(buffers.seen[slot]), settings.momentum)
-    buffers.seen[slot] = 1.0
-    return q
-
-
-QuantizeUnder = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor, Tensor] | None]
-"""(clip, key) -> (values, scale, counts, peak) of a tensor that does not exist as floats; None where it does."""
-
-
-def _under_held_clip(
-    quantize: QuantizeUnder,
-    buffers: Buffers,
-    iteration: Tensor,
-    key: Tensor | None,
-    settings: Settings,
-    slot: int,
-    remember: bool,
-) -> QTensor | None:
-    """The step of a clip that is held for a period; None where the rule must see the tensor itself."""
-    now = int(iteration)
-    rule = settings.rule.clip
-    if not rule.looks_back or not bool(buffers.initialized[slot]) or now % settings.observe_every == 0:
-        return None
-    held = rule.held(Memory(buffers.clip[slot], True, int(buffers.updated_at[slot]), now))
-    if held is None:
-        return None
-    made = quantize(held.clone(), key)
-    if made is None:
-        return None
-    values, scale, counts, peak = made
-    saturated, bad = counts.tolist()
-    share = saturated / max(values.numel(), 1)
-    if bad or rule.is_stale(Choice(held), share, float(peak)):
-        return None
-    if remember and values.numel():
-        observed = buffers.observed[slot]
-        observed[SATURATED] = share
-        observed[CLIP] = held.amax()
-        buffers.seen[slot] = 1.0
-    return QTensor(values, scale)
+def settings_of(handle: int) -> Settings:
+    """The settings that a number stands for."""
+    return _settings[handle]
 
 
 def quantize_fresh(x: Tensor, settings: int, iteration: Tensor) -> QTensor:
@@ -417,35 +371,14 @@ class Quantizer(nn.Module):
         remember: bool = True,
     ) -> QTensor:
         """x as int8, with the clip that the rule of the registered `settings` chooses now."""
-        buffers = self._buffers_with(nonfinite)
+        buffers = self.state(nonfinite)
         if torch.compiler.is_compiling():
             return QTensor(*torch.ops.byteback.quantize_remembering(x, *buffers, iteration, key, settings, slot, remember))
         return QTensor(*_remembering(x, buffers, iteration, key, _settings[settings], slot, remember))
 
-    def _buffers_with(self, nonfinite: Tensor) -> Buffers:
+    def state(self, nonfinite: Tensor) -> Buffers:
+        """The buffers that a step may write to."""
         return Buffers(self.clip, self.initialized, self.updated_at, self.observed, self.seen, self.tracked, nonfinite)
-
-    def adopt(
-        self, adopted: Adopted, settings: int, iteration: Tensor, nonfinite: Tensor, slot: int, remember: bool
-    ) -> QTensor:
-        """Takes over integers that were made elsewhere, and remembers what `quantize` would have."""
-        return _adopt(adopted, self._buffers_with(nonfinite), iteration, _settings[settings], slot, remember)
-
-    def quantize_held(
-        self,
-        quantize: QuantizeUnder,
-        settings: int,
-        iteration: Tensor,
-        nonfinite: Tensor,
-        key: Tensor | None,
-        slot: int,
-        remember: bool,
-    ) -> QTensor | None:
-        """The integers under a clip that is known in advance, made by `quantize`; None where the tensor has to be seen."""
-        if torch.compiler.is_compiling():
-            return None
-        buffers = self._buffers_with(nonfinite)
-        return _under_held_clip(quantize, buffers, iteration, key, _settings[settings], slot, remember)
 
     def tracked_clip(self, slot: int, ordinal_known: bool) -> Tensor | None:
         """The clip that eval uses, where training has left one (a single one: not per channel) and it is known which."""

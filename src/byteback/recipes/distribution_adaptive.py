@@ -40,6 +40,7 @@ class MagnitudeAware(ClipRule):
 
     varies_along: ClassVar[tuple[str, ...]] = ("tensor", "K")
     looks_back: ClassVar[bool] = True
+    chooses_both: ClassVar[bool] = True
 
     threshold: float = 0.3
     k: float = 1.0
@@ -59,12 +60,23 @@ class MagnitudeAware(ClipRule):
         if axis == -1:
             peak, total, squares = ops.absmax(peak), ops.sum_channels(total), ops.sum_channels(squares)
             count = x.numel()
-        count = max(count, 1)
-        mean = total / count
-        sigma = (squares / count - mean * mean).clamp_min(0.0).sqrt().float()
-        tail = ops.tail_count(x, sigma)
-        tail = tail if axis == 1 else tail.sum(dim=1, keepdim=True)
-        gaussian = tail.double() / count > self.threshold
+        tail = ops.tail_count(x, _sigma(total, squares, count))
+        return self._decide(peak, tail if axis == 1 else tail.sum(dim=1, keepdim=True), count, memory)
+
+    def choose_both(
+        self, x: Tensor, peak: Tensor, total: Tensor, squares: Tensor, one: Memory, each: Memory
+    ) -> tuple[Choice, Choice]:
+        """`choose` for the whole tensor and for each channel, with both tails counted in one reading."""
+        count = x.numel() // x.shape[1]
+        sigma = _sigma(total, squares, count)
+        sigma_one = _sigma(ops.sum_channels(total), ops.sum_channels(squares), x.numel())
+        tail, tail_one = ops.tail_count_pair(x, sigma.reshape(-1), sigma_one)
+        choice = self._decide(ops.absmax(peak), tail_one.sum(dim=1, keepdim=True), x.numel(), one)
+        return choice, self._decide(peak, tail, count, each)
+
+    def _decide(self, peak: Tensor, tail: Tensor, count: int, memory: Memory) -> Choice:
+        """The clips, given max|g| and how many of `count` |g| exceed σ."""
+        gaussian = tail.double() / max(count, 1) > self.threshold
         clip = peak
         if memory.initialized:
             before = memory.clip.reshape(peak.shape)
@@ -72,6 +84,13 @@ class MagnitudeAware(ClipRule):
             # A channel that was all zero has nothing to average with: its next gradient is a first one.
             clip = torch.where(gaussian | (before == 0.0), peak, averaged)
         return Choice(clip, remember=clip, gaussian_share=float(gaussian.double().mean()) if gaussian.numel() else 0.0)
+
+
+def _sigma(total: Tensor, squares: Tensor, count: int) -> Tensor:
+    """The population's standard deviation from its sums."""
+    count = max(count, 1)
+    mean = total / count
+    return (squares / count - mean * mean).clamp_min(0.0).sqrt().float()
 
 
 def _magnitude_aware(per: str) -> TensorRule:

@@ -21,6 +21,7 @@ from byteback.quantize import ClipRule, TensorRule
 
 NONFINITE_POLICIES = ("raise", "skip", "propagate")
 EVAL_CLIPS = ("tracked", "batch")
+NORM_MEMORIES = ("float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Recipe:
     on_nonfinite                 NaN or Inf to be quantized: "raise", "skip" (the whole step) or "propagate"
     eval_clip                    eval quantizes inputs with the clip "tracked" in training, or with each "batch"'s own
     momentum                     of the tracked clip's exponential average
+    norm_memory                  what a fused block keeps of its norm's input for backward: "float32", "bfloat16" or "int8"
     observe_every                iterations between two measurements of the direction deviation (for `health`)
     """
 
@@ -65,12 +67,14 @@ class Recipe:
     eval_clip: str = "tracked"
     momentum: float = 0.1
     observe_every: int = 10
+    norm_memory: str = "float32"
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         for value, known, what in (
             (self.on_nonfinite, NONFINITE_POLICIES, "on_nonfinite"),
             (self.eval_clip, EVAL_CLIPS, "eval_clip"),
+            (self.norm_memory, NORM_MEMORIES, "norm_memory"),
         ):
             if value not in known:
                 raise ValueError(f"{name}: {what} is {value!r}; choose one of {', '.join(known)}.")
