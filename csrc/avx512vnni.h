@@ -12,4 +12,9 @@ void gemm_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int
 void gemm_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
 void gemm_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
 
+// Exact integer Winograd F(4x4,3x3), where avx2::winograd_fits (winograd_avx512vnni.cpp).
+void winograd_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads);
+void winograd_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
+void winograd_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
+
 }  // namespace byteback::avx512vnni

@@ -25,6 +25,7 @@ const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w,
         }
 #ifdef BYTEBACK_AVX512VNNI
         case Algorithm::gemm_vnni: avx512vnni::gemm_output(s, x, w, factor, y, threads); return "avx512vnni/gemm_s8";
+        case Algorithm::winograd_vnni: avx512vnni::winograd_output(s, x, w, factor, y, threads); return "avx512vnni/winograd";
 #endif
         default: break;
     }
@@ -42,6 +43,7 @@ const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8
         case Algorithm::gemm: avx2::gemm_grad_input(s, g, w, factor, dx, threads); return "avx2/gemm_s16";
 #ifdef BYTEBACK_AVX512VNNI
         case Algorithm::gemm_vnni: avx512vnni::gemm_grad_input(s, g, w, factor, dx, threads); return "avx512vnni/gemm_s8";
+        case Algorithm::winograd_vnni: avx512vnni::winograd_grad_input(s, g, w, factor, dx, threads); return "avx512vnni/winograd";
 #endif
         default: break;
     }
@@ -63,6 +65,7 @@ const char* conv_grad_weight(Path path, const ConvShape& s, const s8* g, const s
         }
 #ifdef BYTEBACK_AVX512VNNI
         case Algorithm::gemm_vnni: avx512vnni::gemm_grad_weight(s, g, x, factor, dw, threads); return "avx512vnni/gemm_s8";
+        case Algorithm::winograd_vnni: avx512vnni::winograd_grad_weight(s, g, x, factor, dw, threads); return "avx512vnni/winograd";
 #endif
         default: break;
     }

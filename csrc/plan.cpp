@@ -17,7 +17,8 @@ Plan make_plan(const ConvShape& shape, ProductKind kind, Path path) {
         return {Algorithm::depthwise, false, "one input channel per output channel: memory traffic decides, not arithmetic"};
     // A tile makes 4x4 pixels: of an image of one or two it would throw most away.
     if (avx2::winograd_fits(shape) && shape.out[1] * shape.out[2] > 2)
-        return {Algorithm::winograd, false, "3x3 with stride 1: Winograd F(4x4,3x3) needs a quarter of the multiplications"};
+        return {path == Path::avx512vnni ? Algorithm::winograd_vnni : Algorithm::winograd, false,
+                "3x3 with stride 1: Winograd F(4x4,3x3) needs a quarter of the multiplications"};
 #ifdef BYTEBACK_AVX512VNNI
     if (path == Path::avx512vnni && avx512vnni::gemm_fits(shape))
         return {Algorithm::gemm_vnni, false, "implicit GEMM; u8·s8 multiplies, with an offset of 128 that is taken off again"};
@@ -38,6 +39,7 @@ const char* name_of(Algorithm algorithm) {
         case Algorithm::gemm: return "gemm";
         case Algorithm::gemm_vnni: return "gemm_vnni";
         case Algorithm::winograd: return "winograd";
+        case Algorithm::winograd_vnni: return "winograd_vnni";
         case Algorithm::depthwise: return "depthwise";
     }
     return "?";

@@ -6,7 +6,7 @@
 // are transformed once for all result channels: per block of tiles where one block of channels is all ("fused"), else for many
 // tiles ahead. Threads have their own tiles and result channels, and do not wait for each other.
 //
-// For winograd_avx2.cpp only, whose opening comment has the algorithm: AVX2 code in an anonymous namespace.
+// winograd_products.h has the algorithm. Compiled once per path.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +16,9 @@
 #include "winograd_transform.h"
 #include "winograd_weights.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
-constexpr s64 kWeightBytes = 600 << 10;  // of transformed weights, to stay in the second-level cache
-constexpr s64 kProducts = 2304;          // tiles times result channels whose products are kept, likewise
 constexpr s64 kMaxWidth = 4 * kPanel;    // result channels at a time, so that there are enough tiles at a time
 constexpr s64 kAheadBytes = 6 << 20;     // of a thread's transformed inputs, to stay in the third-level cache
 constexpr s64 kStreamBytes = 16 << 20;   // of results: more would not stay in the third-level cache anyway
@@ -63,7 +61,7 @@ CorrelationPlan plan_correlation(const Correlation& c, const Share& share) {
     p.block_width = round_up(even_part(width, std::clamp<s64>(affordable, kPanel, kMaxWidth)), kPanel);
     p.fused = p.block_width == width;
     // A multiple of 1 KiB from row to row would put all rows in few sets of the first-level cache.
-    p.row = 2 * round_up(depth, 16);
+    p.row = 2 * round_up(depth, kChannels);
     if (p.row % 1024 == 0) p.row += 64;
     const s64 tiles = share.tile_end - share.tile_begin, most = kProducts / p.block_width / kRows * kRows;
     p.batch_tiles = p.fused ? tiles : even_part(tiles, std::max(most, kAheadBytes / (kPositions * p.row)));
@@ -79,11 +77,11 @@ void transform_inputs(const Correlation& c, const CorrelationPlan& p, s64 first,
     find_pixels<6>(t, first, pixels);
     for (s64 tile = first; tile < last; ++tile, at += p.row) {
         find_pixels<6>(t, tile + 1, next);
-        for_channel_blocks(0, t.channels, t.channels, [&](s64 channel, const auto& load) {
+        for_vectors(0, t.channels, t.channels, [&](s64 channel, const auto& load) {
             if (channel % 64 == 0) fetch_pixels<6>(next, channel);
             const auto emit = [&](int position, V v) {
                 char* to = at + position * p.plane + channel * 2;
-                _mm256_store_si256(reinterpret_cast<V*>(to), v);
+                store(to, v);
                 if (channel % 32 == 0) _mm_prefetch(to + p.row, _MM_HINT_T0);  // where the next tile goes
             };
             transform_tile<InputTransform>([&](int i) { return widen(load(pixels[i] + channel)); }, emit);
@@ -123,7 +121,7 @@ void prepare_weights(const Correlation& c, s64 first, s64 columns, CorrelationTh
     own.chunk = safe_chunk(own.magnitudes, panels, depth);
 }
 
-// All products of a block of tiles over the summed channels begin .. end-1. Six tiles meet all panels before the next six come,
+// All products of a block of tiles over the summed channels begin .. end-1. A few tiles (kRows) meet all panels before the next ones come,
 // which are fetched meanwhile: the panels of one position stay in the first-level cache.
 void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const CorrelationThread& own, const char* inputs, s64 tiles,
                     s64 panels, s64 begin, s64 end) {
@@ -144,42 +142,42 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
 }
 
 // 4x4 x 16 integers to floats in y; the tile may stick out of the image, the panel out of the channels.
-void store_tile(const Correlation& c, s64 tile, s64 column, const V (&values)[2][16]) {
+void store_tile(const Correlation& c, s64 tile, s64 column, const V (&values)[kVectors][16]) {
     const Tiling& t = c.tiling;
     const s64 image = tile / t.per_image(), at = tile % t.per_image(), columns = c.weights.width - column;
     const s64 top = at / t.tiles_w * 4, left = at % t.tiles_w * 4;
     const s64 rows = std::min<s64>(4, c.height - top), cols = std::min<s64>(4, c.width - left);
     f32* corner = c.y + ((image * c.height + top) * c.width + left) * c.weights.width + column;
-    alignas(32) f32 factors[kPanel];
+    alignas(64) f32 factors[kPanel];
     read_factors(c.factor, image / c.images_per_sample, column, columns, factors);
-    const __m256 low = _mm256_load_ps(factors), high = _mm256_load_ps(factors + 8);
+    Floats scales[kVectors];
+    for (int k = 0; k < kVectors; ++k) scales[k] = load_floats(factors + k * kLanes);
     for (s64 i = 0; i < rows; ++i)
         for (s64 j = 0; j < cols; ++j) {
             f32* y = corner + (i * c.width + j) * c.weights.width;
-            const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(values[0][i * 4 + j]), low);
-            const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(values[1][i * 4 + j]), high);
-            if (c.streaming) {
-                _mm256_stream_ps(y, first);
-                _mm256_stream_ps(y + 8, second);
-            } else {
-                store_floats(y, first, columns);
-                store_floats(y + 8, second, columns - 8);
-                _mm_prefetch(reinterpret_cast<const char*>(y + 4 * c.weights.width), _MM_HINT_T0);  // the tile to the right
+            for (int k = 0; k < kVectors; ++k) {
+                const Floats v = scale(values[k][i * 4 + j], scales[k]);
+                if (c.streaming)
+                    stream_floats(y + k * kLanes, v);
+                else
+                    store_floats(y + k * kLanes, v, columns - k * kLanes);
             }
+            // The tile to the right.
+            if (!c.streaming) _mm_prefetch(reinterpret_cast<const char*>(y + 4 * c.weights.width), _MM_HINT_T0);
         }
 }
 
 // Products of one tile and panel to results; earlier chunks are added, later ones are still to come unless `last`.
 void finish_tile(const Correlation& c, s64 tile, s64 column, const s32* products, s32* sums, bool first, bool last) {
-    V values[2][16];
-    for (int half = 0; half < 2; ++half) {
-        output_2d(products + 8 * half, values[half]);
-        V* earlier = reinterpret_cast<V*>(sums) + half;
+    V values[kVectors][16];
+    for (int k = 0; k < kVectors; ++k) {
+        output_2d(products + k * kLanes, values[k]);
         for (int i = 0; i < 16; ++i) {
-            V v = divide_by_576(values[half][i]);
-            if (!first) v = add32(v, earlier[2 * i]);
-            if (!last) earlier[2 * i] = v;
-            values[half][i] = v;
+            s32* earlier = sums + i * kPanel + k * kLanes;
+            V v = divide_by_576(values[k][i]);
+            if (!first) v = add32(v, load(earlier));
+            if (!last) store(earlier, v);
+            values[k][i] = v;
         }
     }
     if (last) store_tile(c, tile, column, values);
@@ -263,4 +261,4 @@ void correlate(Correlation c, int threads) {
 }
 
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

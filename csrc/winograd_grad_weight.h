@@ -6,7 +6,7 @@
 // the inputs, 32 channels at a time, and multiplies each 16 of them with each 16 of the gradients. Both lie as panels
 // [position][pair of tiles][channel][2].
 //
-// For winograd_avx2.cpp only, whose opening comment has the algorithm: AVX2 code in an anonymous namespace.
+// winograd_products.h has the algorithm. Compiled once per path.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 #include "winograd_transform.h"
 #include "winograd_weights.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
 constexpr s64 kChunkTiles = 128;
@@ -95,17 +95,14 @@ void transform_pairs(const Tiling& t, s64 first, s64 last, s64 begin, s64 end, s
     for (s64 tile = first; tile < last; tile += 2) {
         find(tile + 2, next);
         find(tile + 3, next + n * n);
-        for_channel_blocks(begin, end, t.channels, [&](s64 channel, const auto& load) {
+        for_panels(begin, end, t.channels, [&](s64 channel, const auto& load) {
             s16* to = panels + (channel - begin) / kPanel * size + (tile - first) / 2 * 2 * kPanel;
             if (channel == begin || channel % 64 == 0) {
                 fetch_pixels<n>(next, channel);
                 fetch_pixels<n>(next + n * n, channel);
             }
-            V values[kPositions];
-            transform_tile<Transform>([&](int i) { return widen_swapped(load(even[i] + channel)); },
-                                      [&](int position, V v) { values[position] = v; });
-            const auto emit = [&](int position, V v) { store_pairs(to + position * lines * 2 * kPanel, values[position], v); };
-            transform_tile<Transform>([&](int i) { return widen_swapped(load(odd[i] + channel)); }, emit);
+            transform_pair<Transform>([&](int i) { return load(even[i] + channel); },
+                                      [&](int i) { return load(odd[i] + channel); }, to, lines * 2 * kPanel);
         });
         std::copy(next, next + n * n, even);
         std::copy(next + n * n, next + 2 * n * n, odd);
@@ -113,21 +110,20 @@ void transform_pairs(const Tiling& t, s64 first, s64 last, s64 begin, s64 end, s
 }
 
 // Row k, 9 taps, 16 input channels of dw.
-void store_taps(const GradWeight& g, s64 k, s64 c, const V (&values)[2][9]) {
+void store_taps(const GradWeight& g, s64 k, s64 c, const V (&values)[kVectors][9]) {
     const s64 columns = g.in_channels() - c;
-    alignas(32) f32 factors[kPanel];
+    alignas(64) f32 factors[kPanel];
     read_factors(g.factor, k, c, columns, factors);
-    const __m256 low = _mm256_load_ps(factors), high = _mm256_load_ps(factors + 8);
+    Floats scales[kVectors];
+    for (int i = 0; i < kVectors; ++i) scales[i] = load_floats(factors + i * kLanes);
     for (int tap = 0; tap < 9; ++tap) {
         f32* to = g.dw + (k * 9 + tap) * g.in_channels() + c;
-        const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(values[0][tap]), low);
-        const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(values[1][tap]), high);
-        if (g.streaming) {
-            _mm256_stream_ps(to, first);
-            _mm256_stream_ps(to + 8, second);
-        } else {
-            store_floats(to, first, columns);
-            store_floats(to + 8, second, columns - 8);
+        for (int i = 0; i < kVectors; ++i) {
+            const Floats v = scale(values[i][tap], scales[i]);
+            if (g.streaming)
+                stream_floats(to + i * kLanes, v);
+            else
+                store_floats(to + i * kLanes, v, columns - i * kLanes);
         }
     }
 }
@@ -137,15 +133,15 @@ void finish_panel(const GradWeight& g, const GradWeightPlan& p, const s32* produ
                   bool done) {
     const s64 rows = std::min<s64>(kPanel, g.out_channels() - k);
     for (s64 i = 0; i < rows; ++i) {
-        V values[2][9];
-        for (int half = 0; half < 2; ++half) {
-            grad_weight_2d(products + i * kTile + 8 * half, values[half]);
+        V values[kVectors][9];
+        for (int j = 0; j < kVectors; ++j) {
+            grad_weight_2d(products + i * kTile + j * kLanes, values[j]);
             for (int tap = 0; tap < 9; ++tap) {
-                V* sum = reinterpret_cast<V*>(sums + ((k + i) * 9 + tap) * p.row + c) + half;
-                V v = divide_by_576(values[half][tap]);
-                if (!first) v = add32(v, *sum);
-                if (!done) *sum = v;
-                values[half][tap] = v;
+                s32* sum = sums + ((k + i) * 9 + tap) * p.row + c + j * kLanes;
+                V v = divide_by_576(values[j][tap]);
+                if (!first) v = add32(v, load(sum));
+                if (!done) store(sum, v);
+                values[j][tap] = v;
             }
         }
         if (done) store_taps(g, k + i, c, values);
@@ -235,4 +231,4 @@ void grad_weight(GradWeight g, int threads) {
 }
 
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The small change of the Winograd path: scratch memory cut into arrays, factors, and stores of fewer than 8 floats.
-//
-// For winograd_avx2.cpp only: AVX2 code in an anonymous namespace.
+// The small change of the Winograd path: scratch memory cut into arrays, and factors.
 #pragma once
 
-#include <immintrin.h>
-
 #include "parallel.h"
-#include "winograd_transform.h"
+#include "winograd_tile.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
 struct SharedTag;
@@ -39,13 +35,5 @@ void read_factors(Factor factor, s64 row, s64 column, s64 count, f32 out[kPanel]
     for (s64 j = 0; j < kPanel; ++j) out[j] = j < count ? factor.at(row, column + j) : 0.0f;
 }
 
-// The first `count` of 8 floats; none where count <= 0.
-inline void store_floats(f32* to, __m256 v, s64 count) {
-    if (count >= 8) return _mm256_storeu_ps(to, v);
-    if (count <= 0) return;
-    const V lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    _mm256_maskstore_ps(to, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane), v);
-}
-
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

@@ -1,28 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The transforms of F(4x4,3x3) on vectors of channels, and the places in memory that they read.
 //
-// For winograd_avx2.cpp only, whose opening comment has the matrices: AVX2 code in an anonymous namespace.
+// winograd_products.h has the matrices. Compiled once per path, with its winograd_vector_*.h.
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
-#include <cstring>
 
-#include "types.h"
-#include "winograd_kernel.h"
+#include "winograd_tile.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
-
-using V = __m256i;
-
-inline V add16(V a, V b) { return _mm256_add_epi16(a, b); }
-inline V sub16(V a, V b) { return _mm256_sub_epi16(a, b); }
-inline V shl16(V a, int n) { return _mm256_slli_epi16(a, n); }
-inline V add32(V a, V b) { return _mm256_add_epi32(a, b); }
-inline V sub32(V a, V b) { return _mm256_sub_epi32(a, b); }
-inline V shl32(V a, int n) { return _mm256_slli_epi32(a, n); }
 
 // ---- One-dimensional transforms: out[i * to] = Σ_j matrix[i][j] * in[j * from] ----
 
@@ -55,14 +42,14 @@ __attribute__((always_inline)) inline void gradient_1d(const V* in, int from, V*
 // E·G', int16. Twice in a row at most 144 times its input.
 __attribute__((always_inline)) inline void weight_1d(const V* in, int from, V* out, int to) {
     const V g0 = in[0], g1 = in[from], g2 = in[2 * from];
-    const V outer = sub16(_mm256_setzero_si256(), add16(g0, g2)), six = _mm256_set1_epi16(6);
+    const V outer = sub16(zero(), add16(g0, g2));
     const V outer2 = add16(g0, shl16(g2, 2)), middle2 = shl16(g1, 1);
-    out[0] = _mm256_mullo_epi16(g0, six);
+    out[0] = mul16(g0, 6);
     out[to] = shl16(sub16(outer, g1), 2);
     out[2 * to] = shl16(add16(outer, g1), 2);
     out[3 * to] = add16(outer2, middle2);
     out[4 * to] = sub16(outer2, middle2);
-    out[5 * to] = _mm256_mullo_epi16(g2, six);
+    out[5 * to] = mul16(g2, 6);
 }
 
 // Aᵀ·F, modulo 2^32.
@@ -85,7 +72,7 @@ __attribute__((always_inline)) inline void grad_weight_1d(const V* in, int from,
 }
 
 // From 576·y modulo 2^32 to y, for |y| < 2^25: times the inverse of 9 is 64·y, which an int32 holds.
-inline V divide_by_576(V v) { return _mm256_srai_epi32(_mm256_mullo_epi32(v, _mm256_set1_epi32(954437177)), 6); }
+inline V divide_by_576(V v) { return sar32(mul32(v, 954437177), 6); }
 
 // Whether a sum of products surely survives divide_by_576, when its absolute value is at most 127 * `magnitude`: |sum| < 2^25.
 //   output, any weights      magnitude 9 · channels · 127: up to 231 channels, 33 532 191 < 2^25 = 33 554 432
@@ -99,7 +86,7 @@ inline void output_2d(const s32* products, V out[16]) {
     V half[24];
     for (int j = 0; j < 6; ++j) {
         V column[6];
-        for (int i = 0; i < 6; ++i) column[i] = _mm256_load_si256(reinterpret_cast<const V*>(products + (i * 6 + j) * kPanel));
+        for (int i = 0; i < 6; ++i) column[i] = load(products + (i * 6 + j) * kPanel);
         output_1d(column, 1, half + j, 6);
     }
     for (int i = 0; i < 4; ++i) output_1d(half + 6 * i, 1, out + 4 * i, 1);
@@ -109,61 +96,10 @@ inline void grad_weight_2d(const s32* products, V out[9]) {
     V half[18];
     for (int j = 0; j < 6; ++j) {
         V column[6];
-        for (int i = 0; i < 6; ++i) column[i] = _mm256_load_si256(reinterpret_cast<const V*>(products + (i * 6 + j) * kPanel));
+        for (int i = 0; i < 6; ++i) column[i] = load(products + (i * 6 + j) * kPanel);
         grad_weight_1d(column, 1, half + j, 6);
     }
     for (int i = 0; i < 3; ++i) grad_weight_1d(half + 6 * i, 1, out + 3 * i, 1);
-}
-
-// ---- Loads of 16 channels ----
-
-// With channels 4-7 and 8-11 swapped a vector of int16 becomes one that unpacklo and unpackhi interleave in order.
-inline V widen_swapped(__m128i bytes) { return _mm256_cvtepi8_epi16(_mm_shuffle_epi32(bytes, 0xD8)); }
-inline V widen(__m128i bytes) { return _mm256_cvtepi8_epi16(bytes); }
-
-struct LoadWhole {
-    __m128i operator()(const s8* p) const { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-};
-
-// The last channels of a pixel, fewer than 16, the rest zero. Nothing past them is read: where the pixel has 16 channels the
-// load ends with the last one, else two loads of 8, 4, 2 or 1 bytes overlap; a shuffle puts the bytes in place.
-class LoadTail {
-public:
-    LoadTail(s64 channels, s64 count) : back_(channels >= 16 ? 16 - count : 0), piece_(8) {
-        while (piece_ > count) piece_ /= 2;
-        second_ = count - piece_;
-        alignas(16) s8 index[16];
-        for (s64 i = 0; i < 16; ++i) index[i] = static_cast<s8>(back_ ? i + back_ : i < piece_ ? i : i - second_ + 8);
-        for (s64 i = count; i < 16; ++i) index[i] = -1;
-        index_ = _mm_load_si128(reinterpret_cast<const __m128i*>(index));
-    }
-    __m128i operator()(const s8* p) const {
-        const __m128i bytes = back_ ? LoadWhole()(p - back_) : _mm_set_epi64x(read(p + second_), read(p));
-        return _mm_shuffle_epi8(bytes, index_);
-    }
-
-private:
-    s64 read(const s8* p) const {
-        s64 bytes = 0;
-        switch (piece_) {
-            case 8: std::memcpy(&bytes, p, 8); break;
-            case 4: std::memcpy(&bytes, p, 4); break;
-            case 2: std::memcpy(&bytes, p, 2); break;
-            default: std::memcpy(&bytes, p, 1);
-        }
-        return bytes;
-    }
-
-    s64 back_, piece_, second_;
-    __m128i index_;
-};
-
-// body(c, load) for each block of 16 channels, the last one perhaps with a LoadTail.
-template <class Body>
-inline void for_channel_blocks(s64 begin, s64 end, s64 channels, const Body& body) {
-    s64 c = begin;
-    for (; c + 16 <= end; c += 16) body(c, LoadWhole());
-    if (c < end) body(c, LoadTail(channels, end - c));
 }
 
 // ---- Tiles ----
@@ -218,7 +154,6 @@ struct GradientTransform {
     static void apply_1d(const V* in, int from, V* out, int to) { gradient_1d(in, from, out, to); }
 };
 
-// The 36 values of a tile for 16 channels, as emit(position, vector).
 template <class Transform, class Read, class Emit>
 __attribute__((always_inline)) inline void transform_tile(const Read& read, const Emit& emit) {
     constexpr int n = Transform::kSize;
@@ -235,11 +170,5 @@ __attribute__((always_inline)) inline void transform_tile(const Read& read, cons
     }
 }
 
-// Two vectors of 16 swapped values (widen_swapped) as 16 pairs in order.
-inline void store_pairs(s16* to, V a, V b) {
-    _mm256_store_si256(reinterpret_cast<V*>(to), _mm256_unpacklo_epi16(a, b));
-    _mm256_store_si256(reinterpret_cast<V*>(to) + 1, _mm256_unpackhi_epi16(a, b));
-}
-
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

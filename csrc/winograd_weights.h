@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The weights of the Winograd path: from KRSC bytes to panels of transformed int16 pairs, 16 result channels at a time.
 //
-// For winograd_avx2.cpp only: AVX2 code in an anonymous namespace.
+// Compiled once per path, with its winograd_vector_*.h.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "winograd_transform.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
 // Weights (K,3,3,C) as seen by a product with `depth` summed channels and `width` result channels:
@@ -71,23 +72,20 @@ struct WeightTransform {
 inline void transform_panel(const s8* staged, s64 depth, s16* panel) {
     const s64 lines = panel_lines(depth);
     for (s64 pair = 0; pair < ceil_div(depth, 2); ++pair) {
-        V first[kPositions];
         const s8* from = staged + 2 * pair * kStaged;
-        const auto read = [&](int tap) { return widen_swapped(LoadWhole()(from + tap * kPanel)); };
-        transform_tile<WeightTransform>(read, [&](int position, V v) { first[position] = v; });
-        from += kStaged;
-        transform_tile<WeightTransform>(
-            read, [&](int position, V v) { store_pairs(panel + (position * lines + pair) * 2 * kPanel, first[position], v); });
+        transform_pair<WeightTransform>([&](int tap) { return LoadWhole()(from + tap * kPanel); },
+                                        [&](int tap) { return LoadWhole()(from + kStaged + tap * kPanel); },
+                                        panel + pair * 2 * kPanel, lines * 2 * kPanel);
     }
 }
 
 // Σ|w| of each column of a staged panel over blocks of 16 summed channels: sums[block][column] <= 16 * 9 * 127 = 18 288.
 inline void sum_magnitudes(const s8* staged, s64 depth, u16* sums) {
     for (s64 begin = 0; begin < depth; begin += 16, sums += kPanel) {
-        V total = _mm256_setzero_si256();
+        __m256i total = _mm256_setzero_si256();
         for (s64 i = begin * 9; i < std::min(depth, begin + 16) * 9; ++i)
-            total = add16(total, _mm256_abs_epi16(widen(LoadWhole()(staged + i * kPanel))));
-        _mm256_store_si256(reinterpret_cast<V*>(sums), total);
+            total = _mm256_add_epi16(total, _mm256_abs_epi16(_mm256_cvtepi8_epi16(LoadWhole()(staged + i * kPanel))));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(sums), total);
     }
 }
 
@@ -118,4 +116,4 @@ inline s64 safe_chunk(const u16* sums, s64 panels, s64 depth) {
 }
 
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

@@ -1,20 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The multiply of the Winograd path: rows of int16 pairs times panels of 16 columns, sums modulo 2^32.
-//
-// For winograd_avx2.cpp only: it holds AVX2 code, so everything is in an anonymous namespace.
+// The multiply of the Winograd path with AVX2: rows of int16 pairs times panels of 16 columns, sums modulo 2^32.
 #pragma once
 
 #include <immintrin.h>
 
-#include "types.h"
+#include "winograd_tile.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
-constexpr int kPositions = 36;  // of a 6x6 Winograd tile
-constexpr int kPanel = 16;      // columns that are multiplied at a time
-constexpr int kRows = 6;        // rows at a time: 12 accumulators, 2 operands and 2 temporaries fill the registers
-constexpr s64 kTile = s64{kPositions} * kPanel;  // products of one row and one panel: [position][column], a cache line each
+constexpr int kRows = 6;  // rows at a time: 12 accumulators, 2 operands and 2 temporaries fill the registers
 
 using PairAlias = s32 __attribute__((may_alias));
 
@@ -32,13 +27,6 @@ __attribute__((always_inline)) inline void multiply_row(__m256i& low, __m256i& h
         : [low] "+x"(low), [high] "+x"(high), [pair] "=&x"(pair), [product] "=&x"(product)
         : [b_low] "x"(b_low), [b_high] "x"(b_high), [a] "m"(*reinterpret_cast<const PairAlias*>(a)));
 }
-
-// What a multiply asks the caches for while it runs: with each pair of its depth the line at `at`, which then moves on by
-// `step` bytes.
-struct Ahead {
-    const char* at;
-    s64 step;
-};
 
 // products[i * kTile + j] = Σ_pair a[i, pair] · b[pair, j], for at least one pair. Row i of a begins at a + i * row bytes, its
 // next pair is `step` bytes on, so that rows may lie one after the other (output) or interleaved (grad_weight). b is dense, 64
@@ -91,4 +79,4 @@ inline void multiply(s64 rows, const char* a, s64 row, s64 step, const s16* b, s
 }
 
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

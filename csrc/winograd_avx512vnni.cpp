@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// Winograd on the AVX-512 VNNI path (winograd_products.h has the algorithm): vectors of 64 bytes, 24 rows at a time.
+#include "avx512vnni.h"
+#include "winograd_vector_avx512vnni.h"
+#include "winograd_kernel_avx512vnni.h"
+// Made of the two above.
+#include "winograd_products.h"
+
+namespace byteback::avx512vnni {
+
+void winograd_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+    run_output(s, x, w, factor, y, threads);
+}
+
+void winograd_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    run_grad_input(s, g, w, factor, dx, threads);
+}
+
+void winograd_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {
+    run_grad_weight(s, g, x, factor, dw, threads);
+}
+
+}  // namespace byteback::avx512vnni
