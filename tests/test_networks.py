@@ -52,7 +52,7 @@ NETWORKS = {
     "r3d_18": Network(lambda m: m.video.r3d_18(num_classes=10), (4, 3, 8, 32, 32), 19),
     "inception_v3": Network(
         lambda m: m.inception_v3(num_classes=10, aux_logits=True, transform_input=False, init_weights=False),
-        (2, 3, 299, 299),
+        (4, 3, 299, 299),
         95,
     ),
 }

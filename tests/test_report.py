@@ -49,7 +49,8 @@ def test_summary_lists_every_layer_of_resnet20_and_why_two_stay_float() -> None:
     for name in blocks:
         row = by_name[name]
         assert (row.kind, row.output, row.grad_input, row.grad_weight, row.note) == ("Int8Conv2d", *["int8"] * 3, "")
-    for name, kind, why in (("conv1", "Conv2d", "first convolution"), ("fc", "Linear", "Linear, as in the papers")):
+        assert row.block == "conv + norm + relu" if name.endswith("conv1") else "conv + norm + add + relu"
+    for name, kind, why in (("conv1", "FusedConv2d", "first convolution"), ("fc", "Linear", "Linear, as in the papers")):
         row = by_name[name]
         assert (row.kind, row.output, row.grad_input, row.grad_weight) == (kind, *["float"] * 3)
         assert why in row.note
@@ -82,10 +83,10 @@ def test_summary_says_when_layers_are_switched_off() -> None:
 def _check_summary_text(summary: Summary) -> None:
     lines = str(summary).splitlines()
     # 18 of 20 layers; (269 722 - BatchNorm's 1 376 - 432 - 650) / (269 722 - 1 376) = 99.6 %
-    assert lines[0] == "UnifiedInt8: 18 of 20 layers in int8, 100% of their weights"
-    assert lines[1].split() == ["layer", "kind", "shape", "note", "output", "grad_input", "grad_weight"]
+    assert lines[0] == "UnifiedInt8: 18 of 20 layers in int8, 100% of their weights; 19 fused blocks"
+    assert lines[1].split() == ["layer", "kind", "shape", "block", "note", "output", "grad_input", "grad_weight"]
     assert len(lines) == 2 + 20
-    assert lines[3].split() == ["layer1.0.conv1", "Int8Conv2d", "16→16", "3x3", "int8", "int8", "int8"]
+    assert lines[3].split() == ["layer1.0.conv1", "Int8Conv2d", "16→16", "3x3", *"conv + norm + relu".split(), *["int8"] * 3]
     assert "the first convolution, as in the papers" in lines[2]
     assert not any(line != line.rstrip() for line in lines)
 

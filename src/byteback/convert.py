@@ -8,6 +8,7 @@ What stays float keeps a sentence that says why; `summary` prints it.
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 

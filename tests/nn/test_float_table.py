@@ -161,7 +161,7 @@ def test_linear_obeys_too() -> None:
 
 def test_summary_shows_the_float_layers_and_how_to_force_int8() -> None:
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3, groups=16), nn.Conv2d(64, 64, 5))
-    first, grouped, plain = byteback.summary(byteback.prepare(model, "plain-int8"))
+    first, grouped, plain = byteback.summary(byteback.prepare(model, "plain-int8", fuse=False))
     assert "first convolution" in first.note
     assert (grouped.output, grouped.grad_input, grouped.grad_weight) == ("float",) * 3
     assert grouped.note == "float is faster here: fewer than 32 channels per group (Recipe.strict forces int8)"
