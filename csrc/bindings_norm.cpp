@@ -6,6 +6,7 @@
 #include <array>
 
 #include "norm.h"
+#include "norm_coefficients.h"
 #include "path.h"
 #include "rows.h"
 
@@ -142,6 +143,24 @@ void pack_norm(int path, s64 rows, s64 channels, Address x, Address kept, int ki
     BYTEBACK_CALL(pack_norm, rows, channels, at<const f32>(x), to, threads);
 }
 
+// channels, count, total, squares, low, high, gamma, beta, bias, running mean, running variance
+void coefficients(const std::array<Address, 11>& n, f64 eps, f64 momentum, bool floor, f32 ceiling,
+                  const std::array<Address, 5>& to) {
+    nb::gil_scoped_release unlocked;
+    norm_coefficients({static_cast<s64>(n[0]), static_cast<s64>(n[1]), at<const f64>(n[2]), at<const f64>(n[3]),
+                       at<const f32>(n[4]), at<const f32>(n[5]), at<const f32>(n[6]), at<const f32>(n[7]), at<const f32>(n[8]),
+                       eps, momentum, at<f32>(n[9]), at<f32>(n[10]), ceiling, floor},
+                      {at<f32>(to[0]), at<f32>(to[1]), at<f64>(to[2]), at<f64>(to[3]), at<f32>(to[4])});
+}
+
+// channels, count, a, mean, invstd, total, dot
+void gradient(const std::array<Address, 7>& n, const std::array<Address, 4>& to) {
+    nb::gil_scoped_release unlocked;
+    norm_gradient({static_cast<s64>(n[0]), static_cast<s64>(n[1]), at<const f32>(n[2]), at<const f64>(n[3]),
+                   at<const f64>(n[4]), at<const f64>(n[5]), at<const f64>(n[6])},
+                  {at<f32>(to[0]), at<f32>(to[1]), at<f32>(to[2]), at<f32>(to[3])});
+}
+
 }  // namespace
 
 void bind_norm(nb::module_& m) {
@@ -155,4 +174,6 @@ void bind_norm(nb::module_& m) {
     m.def("tail_count_pair", &tail_count_pair);
     m.def("quantize_pair", &quantize_pair);
     m.def("pack_norm", &pack_norm);
+    m.def("norm_coefficients", &coefficients);
+    m.def("norm_gradient", &gradient);
 }

@@ -468,9 +468,9 @@ def test_inference_without_grad_in_training_and_eval() -> None:
     with torch.inference_mode():
         assert_near(fused(x), unfused(x))
     assert_near(fused(x).detach(), unfused(x).detach())
-    # A prediction does not depend on its batch.
+    # A prediction does not depend on its batch (but for the rounding of the float stem and head).
     with torch.no_grad():
-        assert torch.equal(fused(x)[:1], fused(x[:1]))
+        assert_near(fused(x[:1]), fused(x)[:1], 1e-4)
 
 
 @pytest.mark.parametrize(("memory", "share", "tolerance"), [("bfloat16", 0.75, 0.05), ("int8", 0.6, 0.1)])

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from byteback import ops
 from byteback.nn.activation import SHARED_RULE, Activation, Source, carry, numbers
 from byteback.nn.functional import Operands, backward_products, forward_product, refuse_second
-from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient, known_peak
+from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient
 from byteback.nn.pending import Stages
 from byteback.nn.products import ConvProducts
 from byteback.quantize import Moments
@@ -72,9 +72,9 @@ class Block(Function):
         peak = low = high = None
         training = None if norm is None else norm.training
         if norm is not None and training:
-            normalized, low, high = from_batch(y, norm, bias)
+            normalized, known, low, high = from_batch(y, norm, bias, activation)
             if residual is None and activation in MONOTONE:
-                peak = known_peak(normalized, low, high, activation)
+                peak = known
         else:
             normalized = folded(norm, bias, weight)
         source = Source(y, normalized.a, normalized.b, _laid_out(residual), activation, call.strides, peak)

@@ -16,6 +16,7 @@ import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
 from byteback.ops import schema
+from byteback.ops.coefficients import Coefficients, norm_coefficients, norm_gradient
 from byteback.ops.normalize import (
     ACTIVATIONS,
     Normalized,
@@ -33,6 +34,7 @@ from byteback.ops.statistics import sum_channels
 
 __all__ = [
     "ACTIVATIONS",
+    "Coefficients",
     "Normalized",
     "absmax",
     "channel_stats",
@@ -45,6 +47,8 @@ __all__ = [
     "matmul_int8",
     "moments",
     "noise_key",
+    "norm_coefficients",
+    "norm_gradient",
     "normalize",
     "normalize_grad",
     "normalize_grad_moments",

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// The arithmetic of a norm per channel (ops/coefficients.py has the formulas and the reference): a few hundred float64
+// operations, which as PyTorch calls would take longer than a small layer's pass. One version serves every path.
+#pragma once
+
+#include "types.h"
+
+namespace byteback {
+
+struct NormInput {
+    s64 channels, count;                // count: pixels
+    const f64 *total, *squares;         // sums of each channel
+    const f32 *low, *high;              // its extremes
+    const f32 *gamma, *beta, *bias;     // null where there is none; bias is the convolution's
+    f64 eps, momentum;
+    f32 *running_mean, *running_var;    // null where they are not tracked
+    f32 ceiling;                        // of the activation: 6 or infinity
+    bool floor;                         // whether the activation cuts at 0
+};
+
+struct NormOutput {
+    f32 *a, *b;
+    f64 *mean, *invstd;
+    f32* peak;  // max|act(a·x + b)| by the extremes
+};
+
+void norm_coefficients(const NormInput&, const NormOutput&);
+
+struct NormSums {
+    s64 channels, count;
+    const f32* a;
+    const f64 *mean, *invstd, *total, *dot;
+};
+
+struct NormGradient {
+    f32 *q, *r, *gamma, *beta;
+};
+
+void norm_gradient(const NormSums&, const NormGradient&);
+
+}  // namespace byteback

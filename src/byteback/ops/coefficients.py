@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of a norm, per channel: from sums over the batch to the numbers that a fused pass multiplies and adds.
+
+    forward     mean = Σx / M,  var = max(Σx²/M - mean², 0),  invstd = 1 / sqrt(var + eps),  a = gamma·invstd,  b = beta - mean·a
+    backward    with g the gradient of a·x + b:  grad_beta = Σg,  grad_gamma = (Σg·x - mean·Σg)·invstd,
+                grad_x = a·(g - grad_beta/M - (x - mean)·invstd·grad_gamma/M) = a·g + q·x + r
+
+All of it in float64; a, b, q, r are rounded to float32 once, b after a and r after q. One native version serves every
+native path; as PyTorch calls it would take longer than the pass over a small layer. Vectors are (C,), dense.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from byteback.ops import native
+
+CEILINGS = {"none": math.inf, "relu": math.inf, "relu6": 6.0}
+"""Activations that never decrease, with their upper end: the extremes of a channel stay its extremes."""
+
+_library: Any = native.library
+
+
+class Coefficients(NamedTuple):
+    """a, b in float32, mean and invstd in float64, each (C,); peak = max|act(a·x + b)|, 0-dim, for a monotone activation."""
+
+    a: Tensor
+    b: Tensor
+    mean: Tensor
+    invstd: Tensor
+    peak: Tensor
+
+
+def norm_coefficients(
+    stats: tuple[Tensor, Tensor, Tensor, Tensor],
+    count: int,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float,
+    activation: str,
+) -> Coefficients:
+    """The norm of a training step from channel_stats over `count` pixels; moves the running statistics (mean, variance).
+
+    `bias` is the convolution's, which x leaves out: a batch norm subtracts it again, so it only shifts the running mean.
+    """
+    total, squares, low, high = stats
+    vectors = [gamma, beta, bias, *(running or ())]
+    dense = all(vector is None or (vector.is_cpu and vector.is_contiguous()) for vector in vectors)
+    if native.number() is None or not dense or not total.is_cpu:
+        return _coefficients(stats, count, gamma, beta, bias, eps, running, momentum, activation)
+    channels = total.shape[0]
+    a, b = torch.empty(channels, dtype=torch.float32), torch.empty(channels, dtype=torch.float32)
+    mean, invstd = torch.empty(channels, dtype=torch.float64), torch.empty(channels, dtype=torch.float64)
+    peak = torch.empty((), dtype=torch.float32)
+    addresses = [0 if vector is None else vector.data_ptr() for vector in (gamma, beta, bias, *(running or (None, None)))]
+    _library.norm_coefficients(
+        [channels, count, total.data_ptr(), squares.data_ptr(), low.data_ptr(), high.data_ptr(), *addresses],
+        eps,
+        momentum,
+        activation != "none",
+        CEILINGS.get(activation, math.inf),
+        [a.data_ptr(), b.data_ptr(), mean.data_ptr(), invstd.data_ptr(), peak.data_ptr()],
+    )
+    return Coefficients(a, b, mean, invstd, peak)
+
+
+def _coefficients(
+    stats: tuple[Tensor, Tensor, Tensor, Tensor],
+    count: int,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float,
+    activation: str,
+) -> Coefficients:
+    total, squares, low, high = stats
+    mean = total / count
+    var = (squares / count - mean * mean).clamp_min_(0.0)
+    if running is not None:
+        seen = mean if bias is None else mean + bias
+        unbiased = var * (count / (count - 1) if count > 1 else 0.0)
+        for kept, now in zip(running, (seen.float(), unbiased.float()), strict=True):
+            kept.mul_(1.0 - momentum).add_(now * momentum)
+    invstd = 1.0 / (var + eps).sqrt()
+    a = (invstd if gamma is None else gamma.double() * invstd).float()
+    shift = mean * a.double()
+    b = (-shift if beta is None else beta.double() - shift).float()
+    ends = torch.stack([low, high]) * a + b
+    if activation != "none":
+        ends.clamp_(0.0, CEILINGS.get(activation, math.inf))
+    peak = ends.abs_().amax() if ends.numel() else ends.new_zeros(())
+    return Coefficients(a, b, mean, invstd, peak)
+
+
+def norm_gradient(
+    a: Tensor, mean: Tensor, invstd: Tensor, total: Tensor, dot: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, r, grad_gamma, grad_beta) from total = Σg and dot = Σg·x over `count` pixels."""
+    if native.number() is None or not a.is_cpu:
+        wide = a.double()
+        gamma = (dot - mean * total) * invstd
+        q = (wide * invstd * gamma * (-1.0 / count)).float()
+        r = (wide * total * (-1.0 / count) - q.double() * mean).float()
+        return q, r, gamma.float(), total.float()
+    channels = a.shape[0]
+    made = tuple(torch.empty(channels, dtype=torch.float32) for _ in range(4))
+    given = (a, mean, invstd, total, dot)
+    _library.norm_gradient([channels, count, *(t.data_ptr() for t in given)], [t.data_ptr() for t in made])
+    return made  # type: ignore[return-value]

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of a norm: native against the reference with ==, and both against torch's own BatchNorm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import byteback
+from byteback import ops
+
+
+def made(path: str, x: torch.Tensor, norm: nn.BatchNorm2d, bias: torch.Tensor | None, activation: str) -> list[torch.Tensor]:
+    running = norm.running_mean.clone(), norm.running_var.clone()
+    with byteback.path(path):
+        stats = ops.channel_stats(x)
+        count = x.numel() // x.shape[1]
+        gamma, beta = (norm.weight.detach(), norm.bias.detach()) if norm.affine else (None, None)
+        forward = ops.norm_coefficients(stats, count, gamma, beta, bias, norm.eps, running, 0.3, activation)
+        g = torch.linspace(-1.0, 2.0, x.numel()).reshape(x.shape)
+        total, dot, _ = ops.normalize_grad_sums(g, x, None, None, None, "none", want_masked=False)
+        backward = ops.norm_gradient(forward.a, forward.mean, forward.invstd, total, dot, count)
+    return [*forward, *running, *backward]
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("activation", ["none", "relu", "relu6"])
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_native_equals_reference(affine: bool, activation: str, offset: float) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(11, affine=affine)
+    if affine:
+        nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    x = torch.randn(3, 11, 5, 7) * 4.0 + offset
+    bias = torch.randn(11)
+    expected = made("reference", x, norm, bias, activation)
+    for path in byteback.ops.native.available():
+        for a, b in zip(made(path, x, norm, bias, activation), expected, strict=True):
+            assert torch.equal(a, b), path
+
+
+def test_against_batch_norm() -> None:
+    torch.manual_seed(1)
+    norm = nn.BatchNorm2d(6, momentum=0.3)
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    x = torch.randn(4, 6, 5, 5, requires_grad=True)
+    a, b, _, _, peak, mean, var, q, r, gamma, beta = made("reference", x.detach(), norm, None, "relu")
+    column = (1, -1, 1, 1)
+    y = norm(x)
+    torch.testing.assert_close(x.detach() * a.reshape(column) + b.reshape(column), y.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(peak, y.detach().relu().amax(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close((mean, var), (norm.running_mean, norm.running_var))
+    g = torch.linspace(-1.0, 2.0, x.numel()).reshape(x.shape)
+    y.backward(g)
+    torch.testing.assert_close(g * a.reshape(column) + x.detach() * q.reshape(column) + r.reshape(column), x.grad)
+    torch.testing.assert_close((gamma, beta), (norm.weight.grad, norm.bias.grad), rtol=1e-4, atol=1e-4)
+
+
+def test_nan_reaches_the_peak() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    x[1, 2, 0, 0] = float("nan")
+    for path in byteback.ops.native.available():
+        assert made(path, x, nn.BatchNorm2d(3), None, "relu")[4].isnan()
