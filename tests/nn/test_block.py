@@ -339,8 +339,8 @@ def test_hooks_inside_a_block_see_their_tensors() -> None:
         for i, model in enumerate((fused, unfused)):
             module = model.get_submodule(name)
             handles += [
-                module.register_forward_hook(lambda m, a, out, i=i: seen[i].append(out.detach() + 0.0)),
-                module.register_full_backward_hook(lambda m, gi, go, i=i: seen[i].append(go[0] + 0.0)),
+                module.register_forward_hook(lambda m, a, out, to=seen[i]: to.append(out.detach() + 0.0)),
+                module.register_full_backward_hook(lambda m, gi, go, to=seen[i]: to.append(go[0] + 0.0)),
             ]
         step(fused, x), step(unfused, x)
         assert len(seen[0]) == len(seen[1]) > 0

@@ -69,6 +69,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "cosine_slope_terms": lambda: ops.cosine_slope_terms(F4, torch.tensor(1.5)),
     "sum_channels": lambda: ops.sum_channels(floats(1, 777, 1, 1).double()),
     "channel_stats": lambda: ops.channel_stats(F4),
+    "norm_coefficients": lambda: ops.norm_coefficients(ops.channel_stats(F4), 7192, *V[:3], 1e-5, None, 0.1, "relu"),
+    "norm_gradient": lambda: ops.norm_gradient(V[0], *(v.double() for v in V[1:5]), 7192),
     "normalize_peak": lambda: ops.normalize_peak(F4, *V[:2], F4, "silu"),
     "normalize": lambda: ops.normalize(F4, *V[:2], F4, "relu", ONE, want_float=True, want_mask=True, keep="bfloat16"),
     "normalize_grad_sums": lambda: ops.normalize_grad_sums(F4, F4, *V[:2], None, "relu6", want_masked=True),
@@ -83,7 +85,7 @@ by_call = pytest.mark.parametrize("call", list(CALLS))
 
 
 def test_every_operator_is_listed_here() -> None:
-    names = [name for name in ops.__all__ if name not in ("ACTIVATIONS", "Normalized")]
+    names = [name for name in ops.__all__ if name not in ("ACTIVATIONS", "Coefficients", "Normalized")]
     assert [name for name in names if not any(call.startswith(name) for call in CALLS)] == []
 
 

@@ -129,10 +129,12 @@ class Activation(Tensor):
         return self
 
     # Autograd first: operations reach __torch_dispatch__ below it, where only numbers matter.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _SHARED:
             return Activation(args[0].source, args[0].written)
         exposes = any(result.alias_info is not None for result in func._schema.returns)

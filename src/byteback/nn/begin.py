@@ -46,9 +46,7 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Tensor:

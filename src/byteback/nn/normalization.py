@@ -55,9 +55,7 @@ def from_batch(y: Tensor, norm: Norm, bias: Tensor | None, activation: str) -> B
     if norm.running_mean is not None and norm.running_var is not None:
         running = norm.running_mean, norm.running_var
     count = y.numel() // y.shape[1]
-    made = ops.norm_coefficients(
-        stats, count, norm.weight, norm.bias, bias, norm.eps, running, norm.momentum, activation
-    )
+    made = ops.norm_coefficients(stats, count, norm.weight, norm.bias, bias, norm.eps, running, norm.momentum, activation)
     return Batch(Normalized(*made[:4]), made.peak, stats[2], stats[3])
 
 

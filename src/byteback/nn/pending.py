@@ -109,11 +109,13 @@ class Pending(Tensor):
         return func(*tree_map(settled, args), **tree_map(settled, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Reached only by code that bypasses __torch_function__, such as a custom autograd.Function: history would be lost.
         raise RuntimeError(
-            f"byteback: {func} met the output of a fused block that is not computed yet, in a place where it cannot be computed "
-            "with its gradient. Call .clone() on the tensor first, or prepare the model with fuse=False."
+            f"byteback: {func} met the output of a fused block that is not computed yet, in a place where it cannot be "
+            "computed with its gradient. Call .clone() on the tensor first, or prepare the model with fuse=False."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

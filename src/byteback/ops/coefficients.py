@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of a norm, per channel: from sums over the batch to the numbers that a fused pass multiplies and adds.
 
-    forward     mean = Σx / M,  var = max(Σx²/M - mean², 0),  invstd = 1 / sqrt(var + eps),  a = gamma·invstd,  b = beta - mean·a
+    forward     mean = Σx / M,  var = max(Σx²/M - mean², 0),  invstd = 1 / sqrt(var + eps)
+                a = gamma·invstd,  b = beta - mean·a
     backward    with g the gradient of a·x + b:  grad_beta = Σg,  grad_gamma = (Σg·x - mean·Σg)·invstd,
                 grad_x = a·(g - grad_beta/M - (x - mean)·invstd·grad_gamma/M) = a·g + q·x + r
 

@@ -116,7 +116,9 @@ def quantize_both(
     results = []
     for quantizer, settings, choice, (values, scale, counts, _) in zip(quantizers, (one, each), choices, made, strict=True):
         saturated, bad = counts.tolist()
-        results.append(_settle(quantizer.state(step.nonfinite), settings, choice, QTensor(values, scale), saturated, bad, seen.x, step))
+        results.append(
+            _settle(quantizer.state(step.nonfinite), settings, choice, QTensor(values, scale), saturated, bad, seen.x, step)
+        )
     return results[0], results[1]
 
 
