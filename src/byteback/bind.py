@@ -31,7 +31,7 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
             conv.int8_block = bound  # type: ignore[assignment]
         elif type(conv) in FUSED_CLASSES:
             conv.__class__ = FUSED_CLASSES[type(conv)]
-            conv.attach(recipe, name, bound)  # type: ignore[operator]
+            conv.attach(recipe, name, bound)
         else:
             setattr(conv, BLOCK_REASON, f"a float {type(conv).__name__} of its own class")
             continue

@@ -167,7 +167,7 @@ class Activation(Tensor):
         return self.plain().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.plain().__deepcopy__(memo)  # type: ignore[no-any-return]
+        return self.plain().__deepcopy__(memo)
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.plain().numpy(force=force)

@@ -36,7 +36,7 @@ class BoundBlock:
 def may_fuse(layer: Any, x: Tensor) -> bool:
     """Whether this call can run as a block."""
     bound: BoundBlock | None = layer.int8_block
-    if bound is None or torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) not in _PLAIN:
+    if bound is None or torch.compiler.is_compiling() or torch._C._is_tracing() or type(x) not in _PLAIN:
         return False
     if x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return False

@@ -108,12 +108,11 @@ def forward_product(
         output = products.output(x_q, w_q)
     else:
         output = products.float_output(numbers(x), weight)
-    kept = Operands(
-        *(x_q if x_q is not None and for_weight and int8_weight else (None, None)),
-        *(w_q if w_q is not None and for_input and int8_input else (None, None)),
-        numbers(x) if for_weight and not int8_weight else None,
-        weight if for_input and not int8_input else None,
-    )
+    x_kept = x_q if x_q is not None and for_weight and int8_weight else (None, None)
+    w_kept = w_q if w_q is not None and for_input and int8_input else (None, None)
+    x_float = numbers(x) if for_weight and not int8_weight else None
+    w_float = weight if for_input and not int8_input else None
+    kept = Operands(x_kept[0], x_kept[1], w_kept[0], w_kept[1], x_float, w_float)
     return output, kept
 
 
@@ -151,7 +150,7 @@ def refuse_second(name: str, grad_output: Tensor, grads: tuple[Tensor | None, ..
         return grads
     # The anchor needs a gradient, which grad_output itself may not: that of a plain sum is a constant.
     anchor = torch.zeros((), device=grad_output.device, requires_grad=True)
-    return _RefuseSecond.apply(name, anchor, *grads)  # type: ignore[no-any-return]
+    return _RefuseSecond.apply(name, anchor, *grads)
 
 
 class _RefuseSecond(Function):
@@ -181,12 +180,9 @@ def _quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: boo
     source = source_of(x) if numerics.settings["input"].rule == SHARED_RULE else None
     own_clip = layer.training or layer.recipe.eval_clip == "batch"
     if source is not None:
-        if own_clip:
-            clip, x_q, counts = source.int8()
-        else:
-            tracked = numerics.input.tracked_clip(max(slot, 0), layer.int8_shared.is_counting())
-            clip, x_q, counts = source.int8(tracked) if tracked is not None else (None, None, None)
-        if x_q is not None:
+        tracked = None if own_clip else numerics.input.tracked_clip(max(slot, 0), layer.int8_shared.is_counting())
+        if own_clip or tracked is not None:
+            clip, x_q, counts = source.int8(tracked)
             remember = layer.training and slot != RECOMPUTED
             adopted = Adopted(x_q, clip, counts, lambda: numbers(x))
             step = Step(numerics.iteration, numerics.nonfinite, max(slot, 0), remember)

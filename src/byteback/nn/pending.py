@@ -125,7 +125,7 @@ class Pending(Tensor):
         return self.compute().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.compute().__deepcopy__(memo)  # type: ignore[no-any-return, operator]
+        return self.compute().__deepcopy__(memo)
 
 
 def settled(x: Any) -> Any:
@@ -175,7 +175,7 @@ def _batch_norm(
     norm = Norm(running_mean, running_var, weight, bias, training, momentum, eps)
     if any(part is not None and part.dtype != torch.float32 for part in norm[:4]):
         return None
-    return input._next(False, norm=norm, reached="norm")  # type: ignore[attr-defined, no-any-return]
+    return input._next(False, norm=norm, reached="norm")  # type: ignore[attr-defined]
 
 
 def _activation(name: str, inplace: bool | None) -> Callable[..., Tensor | None]:
@@ -185,7 +185,7 @@ def _activation(name: str, inplace: bool | None) -> Callable[..., Tensor | None]
         if input.stages.residual is not None and name not in ("relu", "relu6"):  # type: ignore[attr-defined]
             return None
         writes = inplace if inplace is not None else bool(args[0] if args else kwargs.get("inplace", False))
-        return input._next(writes, activation=name, reached="activation")  # type: ignore[attr-defined, no-any-return]
+        return input._next(writes, activation=name, reached="activation")  # type: ignore[attr-defined]
 
     return stage
 
@@ -206,7 +206,7 @@ def _add(inplace: bool) -> Callable[..., Tensor | None]:
         other = settled(other)
         if not isinstance(other, Tensor) or other.shape != _size(block) or other.dtype != torch.float32:
             return None
-        return block._next(inplace, residual=other, reached="add")  # type: ignore[no-any-return]
+        return block._next(inplace, residual=other, reached="add")
 
     return stage
 

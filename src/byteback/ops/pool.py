@@ -52,7 +52,7 @@ def empty(shape: Sequence[int], strides: tuple[int, ...], dtype: torch.dtype) ->
     size = math.prod(shape) * dtype.itemsize
     if size < SMALLEST or _use_count is None:
         return torch.empty_strided(shape, strides, dtype=dtype)
-    return torch.empty(0, dtype=dtype).set_(_storage(_rounded(size)), 0, shape, strides)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=dtype).set_(_storage(_rounded(size)), 0, shape, strides)
 
 
 def empty_like(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
