@@ -513,3 +513,12 @@ def test_a_block_without_norm_saves_a_mask_and_no_floats() -> None:
         loss = model(torch.randn(4, 8, 9, 9)).sum()
     loss.backward()
     assert dtypes == {torch.int8, torch.uint8}
+
+
+def test_an_input_that_changes_while_the_block_waits_is_an_error() -> None:
+    model, _ = chain()
+    x = torch.randn(2, 3, 9, 9)
+    waiting = model[0](x)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="written to in place after the call"):
+        model[1](waiting).sum()

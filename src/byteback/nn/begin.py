@@ -55,9 +55,25 @@ def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Ten
     last = x.numel() > 0 and (layout.is_channels_last(x) or layout.is_channels_last(layer.weight))
     strides = layout.dense_strides(size, last)
     call = Call(layer, products, slot, strides)
-    stages = Stages(partial(run_block, x, call), layer.int8_block.plan, modes())
+    stages = Stages(partial(_run_unchanged, x, _version(x), call), layer.int8_block.plan, modes())
     pending = Pending(stages, size, strides, x.device)
     return pending.compute() if stages.plan.ends == "conv" else pending
+
+
+def _version(x: Tensor) -> int:
+    """How often x was written to; inference tensors do not count."""
+    return 0 if x.is_inference() else x._version
+
+
+def _run_unchanged(x: Tensor, version: int, call: Call, stages: Stages) -> Tensor:
+    """The block, unless its input is no longer what the convolution was given."""
+    if _version(x) != version:
+        raise RuntimeError(
+            f"{call.layer.int8_name}: its input was written to in place after the call and before the block that it begins was "
+            "computed, which the traced forward does not do, so the input it needs is gone. Write out of place, or prepare the "
+            "model with fuse=False."
+        )
+    return run_block(x, call, stages)
 
 
 def _output_size(x: Tensor, weight: Tensor, products: ConvProducts) -> list[int]:
