@@ -33,9 +33,6 @@ def _threads() -> object:
     torch.set_num_threads(before)
 
 
-SHARED = ("avx2/depthwise",)  # what the path avx512vnni has no kernels of its own for
-
-
 def assert_paths_agree(case: Geometry, rng: random.Random, paths: list[str]) -> None:
     for name, product in products(case, rng):
         with byteback.path("reference"):
@@ -45,9 +42,7 @@ def assert_paths_agree(case: Geometry, rng: random.Random, paths: list[str]) -> 
                 torch.set_num_threads(threads)
                 with byteback.path(path):
                     result = product()
-                own = native.last_kernel.startswith(f"{path}/")
-                shared = path == "avx512vnni" and native.last_kernel in SHARED
-                assert own or shared, f"{name} of {case} was served by {native.last_kernel!r}"
+                assert native.belongs(native.last_kernel, path), f"{name} of {case} was served by {native.last_kernel!r}"
                 assert torch.equal(result, expected), f"{name} by {native.last_kernel}, {threads} threads: {case}"
                 assert result.stride() == expected.stride(), f"{name} by {native.last_kernel}: {case}"
 
@@ -82,6 +77,20 @@ def _geometry(case: ConvCase) -> Geometry:
 def test_layers_of_real_networks_are_equal(network: str, path: str) -> None:
     for case in network_cases(network, batch=1):
         assert_paths_agree(_geometry(case), random.Random(0), [path])
+
+
+CHANNELS = [(1, 2), (3, 64), (15, 17), (16, 16), (31, 33), (32, 48), (37, 5), (64, 65), (100, 20)]
+
+
+@pytest.mark.parametrize("path", [path for path in NATIVE if path != "generic"])
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+def test_winograd_is_equal_for_every_tail_of_tiles_and_channels(channels: tuple[int, int], path: str) -> None:
+    """Images that end inside a tile, numbers of tiles that end inside a block, channels that end inside a vector."""
+    rng = random.Random(0)
+    for batch, image, padding in [(1, (12, 12), 1), (3, (7, 8), 1), (5, (8, 15), 0), (2, (11, 13), 2), (7, (14, 16), 1)]:
+        case = Geometry(batch, channels, 1, image, (3, 3), (1, 1), (padding,) * 2, (1, 1))
+        assert_paths_agree(case, rng, [path])
+        assert native.last_kernel == f"{path}/winograd", case
 
 
 def test_winograd_stays_exact_where_merged_chunks_just_fit_and_just_do_not() -> None:

@@ -57,6 +57,7 @@ def _plain(batch: int, c: int, k: int, size: int, kernel: int, stride: int = 1, 
 FIXED = [
     _plain(2, 64, 64, 14, 3),
     _plain(1, 232, 24, 9, 3),  # one channel more than a Winograd chunk holds
+    _plain(3, 37, 45, 8, 3),  # Winograd with channels that end inside a vector
     _plain(2, 64, 128, 14, 1),
     _plain(2, 32, 64, 15, 3, stride=2),
     _plain(2, 32, 64, 15, 1, stride=2),
@@ -163,7 +164,7 @@ def _compare_products(
         served[name, kernel or "reference"] += 1
         if not torch.equal(result, expected) or result.stride() != expected.stride():
             wrong.append(f"{name} by {kernel} differs from the reference: {case}")
-        if not kernel.startswith(path):
+        if not native.belongs(kernel, path):
             wrong.append(f"{name} was served by {kernel or 'reference'} instead of {path}: {case}")
 
 
