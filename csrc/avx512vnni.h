@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The AVX-512 VNNI path: the matrix products, by multiplies of four int8 pairs at once. Everything else is the AVX2 path's.
+// The AVX-512 VNNI path: the matrix products and Winograd, by instructions that multiply and add in one. Everything else is the AVX2 path's.
 #pragma once
 
 #include "types.h"

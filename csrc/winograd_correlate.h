@@ -20,7 +20,7 @@ namespace byteback {
 namespace {
 
 constexpr s64 kMaxWidth = 4 * kPanel;    // result channels at a time, so that there are enough tiles at a time
-constexpr s64 kAheadBytes = 6 << 20;     // of a thread's transformed inputs, to stay in the third-level cache
+constexpr s64 kAheadBytes = 3 << 20;     // of a thread's transformed inputs: in the third-level cache soon, even if it was cold
 constexpr s64 kStreamBytes = 16 << 20;   // of results: more would not stay in the third-level cache anyway
 
 // y[n, h, w, j] = Σ_{r, s, d} x[n, h + r - pad_h, w + s - pad_w, d] · weights[j, r, s, d]

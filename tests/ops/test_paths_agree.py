@@ -79,6 +79,20 @@ def test_layers_of_real_networks_are_equal(network: str, path: str) -> None:
         assert_paths_agree(_geometry(case), random.Random(0), [path])
 
 
+CHANNELS = [(1, 2), (3, 64), (15, 17), (16, 16), (31, 33), (32, 48), (37, 5), (64, 65), (100, 20)]
+
+
+@pytest.mark.parametrize("path", [path for path in NATIVE if path != "generic"])
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+def test_winograd_is_equal_for_every_tail_of_tiles_and_channels(channels: tuple[int, int], path: str) -> None:
+    """Images that end inside a tile, numbers of tiles that end inside a block, channels that end inside a vector."""
+    rng = random.Random(0)
+    for batch, image, padding in [(1, (12, 12), 1), (3, (7, 8), 1), (5, (8, 15), 0), (2, (11, 13), 2), (7, (14, 16), 1)]:
+        case = Geometry(batch, channels, 1, image, (3, 3), (1, 1), (padding,) * 2, (1, 1))
+        assert_paths_agree(case, rng, [path])
+        assert native.last_kernel == f"{path}/winograd", case
+
+
 def test_winograd_stays_exact_where_merged_chunks_just_fit_and_just_do_not() -> None:
     """512 channels are one chunk only if Σ|w| · 127 < 2^25, that is Σ|w| <= 264208; one more must be split."""
     one = torch.ones(1, 1, 1, 1)

@@ -4,7 +4,7 @@
     reference   plain PyTorch, on any device: the meaning of every operator
     generic     portable C++
     avx2        C++ for x86-64 with AVX2 and FMA
-    avx512vnni  the same, with matrix products by AVX-512 VNNI
+    avx512vnni  the same, with matrix products and Winograd by AVX-512 VNNI
 
 Every path gives the same bits. Without a word from the user the best path that can run here is taken; `with path(...)` or
 the environment variable BYTEBACK_PATH (read at each call) choose another one. avx512vnni is compared with generic on small
@@ -33,11 +33,21 @@ PATHS = ("reference", "generic", "avx2", "avx512vnni")  # from the plainest to t
 VARIABLE = "BYTEBACK_PATH"
 _NUMBERS = {"generic": 0, "avx2": 1, "avx512vnni": 2}  # enum class Path in csrc/path.h
 
+_SHARED = {"avx512vnni": ("avx2/depthwise",)}
 _SELF_CHECKED = ("avx512vnni",)  # no machine of the project's tests is sure to have it
 
 _chosen: list[str] = []  # by `with path(...)`, innermost last
 last_kernel = ""
 """The native kernel that served the last product, such as "avx2/winograd"; empty after the reference."""
+
+
+def belongs(kernel: str, path: str) -> bool:
+    """Whether a path may let this kernel serve: its own, or one that it shares because it has none of its own.
+
+    >>> belongs("avx2/depthwise", "avx512vnni"), belongs("avx2/winograd", "avx512vnni")
+    (True, False)
+    """
+    return kernel.partition("/")[0] == path or kernel in _SHARED.get(path, ())
 
 
 def why_not(path: str) -> str:
