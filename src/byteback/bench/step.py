@@ -2,7 +2,7 @@
 """`byteback bench step`: a whole training step of a network, int8 against PyTorch FP32.
 
 The step is the README's loop: data, loss, backward, optimizer with its learning-rate hook. Both sides run in turns in one
-process, each in its faster memory format, and the ratio is the median over rounds. It is measured twice, with malloc as it
+process, float32 in its faster memory format, and the ratio is the median over rounds. It is measured twice, with malloc as it
 is and with malloc tuned, each in a process of its own; two more processes measure the memory of either side.
 """
 
