@@ -36,7 +36,9 @@ def test_a_block_is_used_again_once_its_tensor_is_gone() -> None:
 def test_whoever_holds_the_storage_keeps_the_block(holder: str) -> None:
     x = take().fill_(3.0).requires_grad_()
     address = x.data_ptr()
-    held = {"view": lambda: x[5:], "numpy": lambda: x.detach().numpy(), "saved": lambda: x * x, "detached": x.detach}[holder]()
+    holders = {"view": x[5:], "numpy": x.detach().numpy(), "saved": x * x, "detached": x.detach()}
+    held = holders.pop(holder)
+    del holders
     del x
     other = take().zero_()
     assert other.data_ptr() != address

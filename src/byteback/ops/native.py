@@ -85,16 +85,6 @@ def _self_check(path: str) -> str:
     return f"its self-check failed here: {found}"
 
 
-def belongs(kernel: str, path: str) -> bool:
-    """Whether a path may be served by a kernel. avx512vnni has matrix products of its own and shares the rest with avx2.
-
-    >>> belongs("avx2/winograd", "avx512vnni"), belongs("generic/direct", "avx2")
-    (True, False)
-    """
-    shared = ("avx2/depthwise", "avx2/winograd") if path == "avx512vnni" else ()
-    return kernel.split("/")[0] == path or kernel in shared
-
-
 def available() -> list[str]:
     """The paths that can run here, fastest first."""
     return [path for path in reversed(PATHS) if not why_not(path)]
