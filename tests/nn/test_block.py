@@ -450,6 +450,20 @@ def test_nan_is_refused_by_name() -> None:
         fused(torch.randn(4, 3, 8, 8))
 
 
+def test_restore_between_forward_and_backward() -> None:
+    fused, _ = pair(Net())
+    loss = fused(torch.randn(4, 3, 8, 8)).sum()
+    byteback.restore(fused)
+    with pytest.raises(RuntimeError, match="restored to float between forward and backward"):
+        loss.backward()
+    # A float convolution's block needs nothing of its layer: its backward pass still runs.
+    model = byteback.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), "plain-int8")
+    loss = model[:2](torch.randn(2, 3, 9, 9)).sum()
+    byteback.restore(model)
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
 def test_second_differentiation_is_refused() -> None:
     fused, _ = pair(Net())
     x = torch.randn(4, 3, 8, 8, requires_grad=True)

@@ -83,6 +83,7 @@ class Block(Function):
         mask, kept_y = _write(source, stages, layer, saves, low, high, normalized.mean)
         if backs:
             ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
+            ctx.name = layer.int8_name  # a layer that is restored before its backward pass has lost it
             ctx.norm_training, ctx.activation, ctx.count = training, activation, y.numel() // max(y.shape[1], 1)
             ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
             ctx.save_for_backward(*kept, mask, *normalized, *((y,) if saves.y and kept_y is None else _tensors(kept_y)))
@@ -97,7 +98,7 @@ class Block(Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             grads = _gradients(ctx, grad_output)
-        return (*refuse_second(ctx.layer.int8_name, grad_output, grads), None, None, None, None)
+        return (*refuse_second(ctx.name, grad_output, grads), None, None, None, None)
 
 
 class _Saves(NamedTuple):

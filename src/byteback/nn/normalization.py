@@ -14,8 +14,9 @@ from torch import Tensor
 
 from byteback import ops
 from byteback.nn.pending import Norm
+from byteback.ops.coefficients import CEILINGS
 
-MONOTONE = ("none", "relu", "relu6")
+MONOTONE = tuple(CEILINGS)
 """Activations that never decrease: the extremes of a channel stay its extremes."""
 
 
