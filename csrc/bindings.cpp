@@ -13,6 +13,7 @@
 
 #include "conv.h"
 #include "generic.h"
+#include "ledger.h"
 #include "plan.h"
 #include "rows.h"
 #include "self_check.h"
@@ -161,6 +162,22 @@ void dot_terms(int path, const RowNumbers& rows, Address x, Address q, Address s
     BYTEBACK_CALL(dot_terms, rows_of(rows), at<const f32>(x), at<const s8>(q), scales, at<f64>(terms), threads);
 }
 
+// seed, layer and count are single int64 numbers; the key is two of them.
+void make_noise_key(Address seed, Address layer, Address count, s64 rank, Address key) {
+    const auto words = noise_key(static_cast<u64>(*at<const s64>(seed)), static_cast<u64>(*at<const s64>(count)),
+                                 static_cast<u32>(*at<const s64>(layer)), static_cast<u32>(rank));
+    std::copy(words.begin(), words.end(), at<s64>(key));
+}
+
+void put_in_ledger(const std::array<s64, 7>& rows, const std::array<s64, 5>& clips, const std::array<f64, 3>& columns,
+                   f64 momentum) {
+    const LedgerRows to{at<f32>(rows[0]), at<f32>(rows[1]), at<s64>(rows[2]), at<f32>(rows[3]),
+                        at<f32>(rows[4]), at<f32>(rows[5]), rows[6]};
+    LedgerEntry entry{at<const f32>(clips[0]), clips[1], at<const f32>(clips[2]), clips[3], clips[4], {}, momentum};
+    std::copy(columns.begin(), columns.end(), entry.columns);
+    write_ledger(to, entry);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -181,5 +198,7 @@ NB_MODULE(_native, m) {
     m.def("cosine_terms", &cosine_terms);
     m.def("cosine_slope_terms", &cosine_slope_terms);
     m.def("dot_terms", &dot_terms);
+    m.def("noise_key", &make_noise_key);
+    m.def("write_ledger", &put_in_ledger);
     bind_norm(m);
 }

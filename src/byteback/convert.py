@@ -20,7 +20,7 @@ from byteback.bind import BLOCK_REASON, BLOCK_TEXT, bind_blocks
 from byteback.fuse import find_blocks
 from byteback.fuse.tracing import CONVOLUTIONS, graph_of
 from byteback.nn import FusedConvolution, Int8Layer
-from byteback.nn.layer import OWN_ATTRIBUTES, Shared, begin_forward, end_forward, weight_number
+from byteback.nn.layer import OWN_ATTRIBUTES, SHARED, Shared, begin_forward, end_forward, weight_number
 from byteback.nn.subclass import INT8_CLASSES, int8_class
 from byteback.recipes import Recipe, resolve
 
@@ -77,6 +77,7 @@ def prepare(
         )
     if plan is not None:
         bind_blocks(model, plan, recipe)
+    setattr(model, SHARED, shared)
     model.register_forward_pre_hook(begin_forward)
     model.register_forward_hook(end_forward, always_call=True)
     return model
@@ -104,6 +105,7 @@ def restore(model: nn.Module) -> nn.Module:
         module.__dict__.pop(FLOAT_REASON, None)
         module.__dict__.pop(BLOCK_REASON, None)
         module.__dict__.pop(BLOCK_TEXT, None)
+        module.__dict__.pop(SHARED, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for handle, hook in list(hooks.items()):
                 if hook in (begin_forward, end_forward):

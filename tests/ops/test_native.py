@@ -46,6 +46,7 @@ def test_the_chosen_path_serves(path: str) -> None:
 
 def test_paths_nest_and_the_environment_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.VARIABLE, "reference")
+    monkeypatch.setattr(native, "_default", native._default.__wrapped__)
     assert native.current() == "reference"
     with byteback.path(native.available()[0]):
         assert native.current() == native.available()[0]

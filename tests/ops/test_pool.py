@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from byteback.ops import pool
 
@@ -71,10 +73,27 @@ def test_idle_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pool.idle() <= 10 << 20
 
 
-def test_autograd_may_add_in_place() -> None:
-    """A pool that held a reference to the storage would force every accumulation of gradients into a new tensor."""
-    x = take()
-    assert torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2  # x, and the Python object made to ask
+def test_autograd_adds_gradients_in_place() -> None:
+    """It does so only into a tensor whose storage nobody else holds, Python included; else every sum takes a new tensor."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return pool.empty([1_000_000], (1,), torch.float32).fill_(2.0)
+
+    x = torch.ones(1_000_000, requires_grad=True)
+    middle = x * 1.0
+    (Twice.apply(middle).sum() + Twice.apply(middle).sum()).backward()
+    with torch.profiler.profile() as seen:
+        middle = x * 1.0
+        Twice.apply(middle).add(Twice.apply(middle)).sum().backward()
+    counts = {event.key: event.count for event in seen.key_averages()}
+    assert counts["aten::add"] == 1  # the forward's own
+    assert x.grad is not None and x.grad[0] == 8.0
 
 
 def test_several_threads() -> None:

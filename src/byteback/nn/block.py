@@ -23,6 +23,7 @@ from byteback.nn.functional import Operands, backward_products, forward_product,
 from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient
 from byteback.nn.pending import Stages
 from byteback.nn.products import ConvProducts
+from byteback.ops import layout
 from byteback.quantize import Moments
 
 if TYPE_CHECKING:
@@ -189,5 +190,6 @@ def _laid_out(residual: Tensor | None) -> Tensor | None:
 
 def _channels_last(x: Tensor) -> Tensor:
     """x with its channels lying together, as the block's kernels want it."""
-    last = x.movedim(1, -1)
-    return x if last.is_contiguous() else last.contiguous().movedim(-1, 1)
+    if layout.is_last_dense(x.shape, x.stride()):
+        return x
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)

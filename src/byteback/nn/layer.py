@@ -37,6 +37,10 @@ OWN_ATTRIBUTES = ("recipe", "enabled", "hooked", "scaling", "faster_in_float", "
 """What `attach` puts into a layer's dictionary, besides `quantizers`, which is a child module."""
 
 
+SHARED = "byteback_shared"
+"""Where `prepare` leaves the Shared of a model's layers, so that a forward need not look for it."""
+
+
 class Scaling(Protocol):
     """What is connected to the layer from above and must let go of it when it turns float again."""
 
@@ -208,7 +212,8 @@ class Int8Layer(_Base):
         if rule is None or not self.enabled:
             return 1.0
         copies = (numerics.grad_output, numerics.grad_output_for_weight)
-        return rule.factor(max(float(copy.observed[:, DEVIATION].max()) for copy in copies if copy is not None))
+        seen = (copy.observed.tolist() for copy in copies if copy is not None)
+        return rule.factor(max(row[DEVIATION] for rows in seen for row in rows))
 
     def watch_for_hook(self) -> None:
         """Warns once if a recipe that acts on the optimizer's step never sees one."""
@@ -256,11 +261,22 @@ def end_forward(model: nn.Module, _: Any, output: Any) -> None:
 def _set_counting(model: nn.Module, counting: bool) -> None:
     if _recomputing():
         return
+    if not torch.compiler.is_compiling():
+        for calls in _counters(model):
+            calls.counting = counting
+            calls.ordinals.clear()
+        return
     for module in model.modules():
         if isinstance(module, Int8Layer):
-            if torch.compiler.is_compiling():
-                module.int8_calls = 0 if counting else module.int8_calls
-                module.int8_shared.counting = counting
-            else:
-                module.int8_shared.calls.counting = counting
-                module.int8_shared.calls.ordinals.clear()
+            module.int8_calls = 0 if counting else module.int8_calls
+            module.int8_shared.counting = counting
+
+
+def _counters(model: nn.Module) -> list[Calls]:
+    """The counters of a prepared model's layers: one, unless it was put together from several."""
+    shared: Shared | None = model.__dict__.get(SHARED)
+    if shared is not None:
+        return [shared.calls]
+    return list(
+        {id(layer.int8_shared): layer.int8_shared.calls for layer in model.modules() if isinstance(layer, Int8Layer)}.values()
+    )

@@ -60,6 +60,15 @@ def modes() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
+def run(stages: Stages) -> Tensor:
+    """The block's tensor, computed under the modes that it was begun under."""
+    if modes() == stages.modes:
+        return stages.compute(stages)
+    grad, inference = stages.modes
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        return stages.compute(stages)
+
+
 class Pending(Tensor):
     """The tensor of a block that is not computed yet."""
 
@@ -75,25 +84,18 @@ class Pending(Tensor):
     def compute(self) -> Tensor:
         """The ordinary tensor (or Activation) that this one stands for."""
         if self.result is None:
-            stages = self.stages
-            grad, inference = stages.modes
-            if modes() == stages.modes:
-                self.result = stages.compute(stages)
-            else:
-                with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                    self.result = stages.compute(stages)
+            self.result = run(self.stages)
             del self.stages  # lets go of the input
         return self.result
 
     def _next(self, inplace: bool, **changes: Any) -> Tensor:
         """The block with one more stage, computed if that was the last one."""
         stages = replace(self.stages, **changes)
-        after = Pending(stages, list(_size(self)), _strides(self), _device(self))
         finished = stages.reached == stages.plan.ends
         if inplace:
             self.stages = stages
             return self.compute() if finished else self
-        return after.compute() if finished else after
+        return run(stages) if finished else Pending(stages, list(_size(self)), _strides(self), _device(self))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

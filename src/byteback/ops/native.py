@@ -7,7 +7,7 @@
     avx512vnni  the same, with matrix products and Winograd by AVX-512 VNNI
 
 Every path gives the same bits. Without a word from the user the best path that can run here is taken; `with path(...)` or
-the environment variable BYTEBACK_PATH (read at each call) choose another one. avx512vnni is compared with generic on small
+the environment variable BYTEBACK_PATH (read once) choose another one. avx512vnni is compared with generic on small
 products before it is first used, and refused with a warning if a bit differs. The native paths serve CPU tensors; tensors
 elsewhere are served by the reference.
 """
@@ -95,8 +95,12 @@ _best = available()[0]
 
 def current() -> str:
     """The path that the next operator takes."""
-    if _chosen:
-        return _chosen[-1]
+    return _chosen[-1] if _chosen else _default()
+
+
+@functools.cache
+def _default() -> str:
+    """What runs without a `with path(...)`: asking the environment at every call would cost more than a small kernel."""
     asked = os.environ.get(VARIABLE)
     if not asked:
         return _best

@@ -142,6 +142,12 @@ def matmul_int8(path: int, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
     return run(path, product, a.contiguous(), a_scale, b.t().contiguous(), b_scale)
 
 
+def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
+    key = torch.empty(2, dtype=torch.int64)
+    _library().noise_key(seed.data_ptr(), layer.data_ptr(), count.data_ptr(), rank, key.data_ptr())
+    return key
+
+
 # ---- quantize and its statistics -------------------------------------------------------------------------------------
 
 

@@ -44,8 +44,9 @@ def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> T
     if count * dtype.itemsize < SMALLEST:
         return torch.empty_strided(shape, strides, dtype=dtype)
     flat = torch.frombuffer(_lend(_rounded(count * dtype.itemsize)), dtype=dtype, count=count)
-    # Not a view: autograd would keep its base, and then never add into the tensor in place.
-    return flat.set_(flat.untyped_storage(), 0, shape, strides)
+    # In place: a view would keep its base, and a storage that Python has seen counts as shared, and autograd adds gradients in
+    # place only into a tensor whose storage nobody else has.
+    return flat.as_strided_(shape, strides)
 
 
 def empty_like(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -321,6 +321,8 @@ def _noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
                 f"noise_key: {name} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}; the key is made of single int64 "
                 "numbers. Pass torch.tensor(number)."
             )
+    if _path(seed, layer, count) is not None:
+        return native_kernels.noise_key(seed, layer, count, rank)
     return reference.noise_key(seed, layer, count, rank)
 
 

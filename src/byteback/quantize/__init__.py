@@ -6,15 +6,12 @@
 `rule.py` says how one tensor is to be quantized, `quantizer.py` remembers and does it.
 """
 
+from byteback.ops.ledger import CLIP, DEVIATION, GAUSSIAN, SATURATED
 from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory
 from byteback.quantize.fused import Adopted, Moments, Step, adopt, quantize_both, quantize_held
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.quantizer import (
     CALL_SLOTS,
-    CLIP,
-    DEVIATION,
-    GAUSSIAN,
-    SATURATED,
     NonFiniteError,
     Quantizer,
     Settings,

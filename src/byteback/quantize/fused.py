@@ -16,9 +16,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from byteback import ops
+from byteback.ops.ledger import Buffers
 from byteback.quantize.clipping import Choice, Memory
 from byteback.quantize.qtensor import QTensor
-from byteback.quantize.quantizer import Buffers, Quantizer, Settings, refuse_step, remember_step, settings_of
+from byteback.quantize.quantizer import Quantizer, Settings, refuse_step, remember_step, settings_of
 
 Made = tuple[Tensor, Tensor, Tensor, Tensor]
 """values, scale, (saturated, nonfinite), max|x|: what ops.quantize returns."""

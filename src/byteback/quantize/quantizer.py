@@ -11,6 +11,7 @@ forward keeps its calls apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from byteback import ops
+from byteback.ops import ledger
+from byteback.ops.ledger import Buffers
 from byteback.ops.scale_rule import AXES
 from byteback.ops.schema import define
 from byteback.quantize.clipping import Choice, MaxAbs, Memory
@@ -26,7 +29,6 @@ from byteback.quantize.qtensor import QTensor
 from byteback.quantize.rule import TensorRule
 
 CALL_SLOTS = 8
-SATURATED, DEVIATION, GAUSSIAN, CLIP = range(4)  # columns of Quantizer.observed
 
 
 class NonFiniteError(RuntimeError):
@@ -46,18 +48,6 @@ class Settings(NamedTuple):
     def axis(self) -> int:
         """The axis along which the scale varies; -1 for none."""
         return AXES[self.role].get(self.rule.per, -1)
-
-
-class Buffers(NamedTuple):
-    """The tensors that a quantizer step may write to."""
-
-    clip: Tensor
-    initialized: Tensor
-    updated_at: Tensor
-    observed: Tensor
-    seen: Tensor
-    tracked: Tensor | None
-    nonfinite: Tensor
 
 
 _settings: list[Settings] = []
@@ -109,41 +99,6 @@ def refuse_step(
     if counts_for_step:
         buffers.nonfinite.add_(1)
     return _refuse(values, scale, settings if counts_for_step else _outside_training(settings), bad, now)
-
-
-def _flag(flags: Tensor, slot: int) -> None:
-    """Sets one of the flags. Reading all eight costs less than writing one, and it is set but once."""
-    if flags.tolist()[slot] != 1.0:
-        flags[slot] = 1.0
-
-
-def _write_down(quantizer: Buffers, slot: int, choice: Choice, iteration: int) -> None:
-    if choice.remember is not None:
-        entries = choice.remember.reshape(-1)
-        row = quantizer.clip[slot]
-        # Scales per sample have no fixed shape: of those the largest clip is kept.
-        row.copy_(entries if entries.numel() == row.numel() else entries.amax())
-        _flag(quantizer.initialized, slot)
-    if choice.searched:
-        quantizer.updated_at[slot] = iteration
-
-
-def _observe(observed: Tensor, seen: dict[int, float]) -> None:
-    """Writes several columns of one row at once."""
-    row = observed.tolist()
-    for column, value in seen.items():
-        row[column] = value
-    observed.copy_(torch.tensor(row, dtype=torch.float32))
-
-
-def _track(tracked: Tensor, clip: Tensor, seen: bool, momentum: float) -> None:
-    """Exponential average of the clips seen in training, for eval."""
-    entries = clip.reshape(-1)
-    entries = entries if entries.numel() == tracked.numel() else entries.amax()
-    if seen:
-        tracked.mul_(1.0 - momentum).add_(entries * momentum)
-    else:
-        tracked.copy_(entries)
 
 
 class _Chosen(NamedTuple):
@@ -210,16 +165,18 @@ def remember_step(
     x: Callable[[], Tensor],
 ) -> None:
     """Writes down how a tensor x became q at iteration `now`."""
-    _write_down(buffers, slot, choice, now)
-    seen = {SATURATED: saturated, CLIP: float(choice.clip if choice.clip.numel() == 1 else choice.clip.amax())}
-    if choice.gaussian_share is not None:
-        seen[GAUSSIAN] = choice.gaussian_share
-    if choice.searched or now % settings.observe_every == 0:
-        seen[DEVIATION] = float(direction_deviation(ops.dot_terms(x(), q.values, q.scale)))
-    _observe(buffers.observed[slot], seen)
-    if buffers.tracked is not None:
-        _track(buffers.tracked[slot], choice.clip, bool(buffers.seen.tolist()[slot]), settings.momentum)
-    _flag(buffers.seen, slot)
+    looks = choice.searched or now % settings.observe_every == 0
+    entry = ledger.Entry(
+        choice.clip,
+        choice.remember,
+        choice.searched,
+        now,
+        saturated,
+        float(direction_deviation(ops.dot_terms(x(), q.values, q.scale))) if looks else math.nan,
+        math.nan if choice.gaussian_share is None else choice.gaussian_share,
+        settings.momentum,
+    )
+    ledger.write(buffers, slot, entry)
 
 
 def _from_tracked(

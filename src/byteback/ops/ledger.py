@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a quantizer writes down after each tensor: one row of its buffers, for one call slot.
+
+In PyTorch these are a dozen operations on tensors of a few numbers, more time than the kernel of a small layer takes; the
+native library does the same in one call where the buffers lie on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from byteback.ops import eager, native
+
+SATURATED, DEVIATION, GAUSSIAN, CLIP = range(4)  # columns of `observed`
+
+_library: Any = native.library
+
+
+class Buffers(NamedTuple):
+    """The tensors that a quantizer step may write to; see quantize/quantizer.py. One row for each call slot."""
+
+    clip: Tensor
+    initialized: Tensor
+    updated_at: Tensor
+    observed: Tensor
+    seen: Tensor
+    tracked: Tensor | None
+    nonfinite: Tensor
+
+
+class Entry(NamedTuple):
+    """How one tensor was quantized; NaN for a share that was not measured."""
+
+    clip: Tensor
+    remember: Tensor | None  # the clip rule's memory for the next step
+    searched: bool
+    iteration: int
+    saturated: float
+    deviation: float
+    gaussian: float
+    momentum: float  # of the tracked clip
+
+
+def write(buffers: Buffers, slot: int, entry: Entry) -> None:
+    """Writes one entry into row `slot`."""
+    kept = entry.clip if entry.remember is None else entry.remember
+    plain = eager.is_plain((buffers.clip, buffers.observed, entry.clip, kept)) and native.number() is not None
+    if not plain or entry.clip.dtype != torch.float32 or kept.dtype != torch.float32:
+        _write(buffers, slot, entry)
+        return
+    clip, kept = entry.clip.contiguous(), kept.contiguous()
+    _library.write_ledger(
+        _rows(buffers, slot, entry),
+        (clip.data_ptr(), clip.numel(), kept.data_ptr(), kept.numel(), entry.iteration),
+        (entry.saturated, entry.deviation, entry.gaussian),
+        entry.momentum,
+    )
+
+
+def _rows(buffers: Buffers, slot: int, entry: Entry) -> tuple[int, ...]:
+    """The addresses of the slot's numbers, 0 for those that stay as they are. The buffers are dense by construction."""
+    channels = buffers.clip.shape[1]
+    row, byte = slot * channels * 4, slot * 4
+    return (
+        0 if entry.remember is None else buffers.clip.data_ptr() + row,
+        buffers.initialized.data_ptr() + byte,
+        buffers.updated_at.data_ptr() + 2 * byte if entry.searched else 0,
+        buffers.observed.data_ptr() + 4 * byte,
+        0 if buffers.tracked is None else buffers.tracked.data_ptr() + row,
+        buffers.seen.data_ptr() + byte,
+        channels,
+    )
+
+
+def _write(buffers: Buffers, slot: int, entry: Entry) -> None:
+    if entry.remember is not None:
+        row = buffers.clip[slot]
+        row.copy_(_fitting(entry.remember, row))
+        buffers.initialized[slot] = 1.0
+    if entry.searched:
+        buffers.updated_at[slot] = entry.iteration
+    columns = buffers.observed[slot].tolist()
+    for column, value in ((SATURATED, entry.saturated), (DEVIATION, entry.deviation), (GAUSSIAN, entry.gaussian)):
+        if not math.isnan(value):
+            columns[column] = value
+    columns[CLIP] = float(entry.clip.amax())
+    buffers.observed[slot].copy_(torch.tensor(columns, dtype=torch.float32))
+    if buffers.tracked is not None:
+        _track(buffers.tracked[slot], entry.clip, bool(buffers.seen[slot]), entry.momentum)
+    buffers.seen[slot] = 1.0
+
+
+def _track(tracked: Tensor, clip: Tensor, seen: bool, momentum: float) -> None:
+    """Exponential average of the clips seen in training, for eval."""
+    entries = _fitting(clip, tracked)
+    if seen:
+        tracked.mul_(1.0 - momentum).add_(entries * momentum)
+    else:
+        tracked.copy_(entries)
+
+
+def _fitting(clip: Tensor, row: Tensor) -> Tensor:
+    """Scales per sample have no fixed shape: of those the largest clip is kept."""
+    entries = clip.reshape(-1)
+    return entries if entries.numel() == row.numel() else entries.amax()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a quantizer writes down: the native library writes the very bits that PyTorch would."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from byteback.ops import ledger, native
+
+pytestmark = pytest.mark.skipif(native.library is None, reason="this build has no native library")
+SLOTS = 8
+
+
+def buffers(channels: int, tracks: bool, fill: float) -> ledger.Buffers:
+    def full(*size: int) -> Tensor:
+        return torch.full(size, fill)
+
+    tracked = full(SLOTS, channels) if tracks else None
+    updated = torch.zeros(SLOTS, dtype=torch.int64)
+    return ledger.Buffers(full(SLOTS, channels), full(SLOTS), updated, full(SLOTS, 4), full(SLOTS), tracked, torch.tensor(0))
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0])
+@pytest.mark.parametrize("tracks", [False, True])
+@pytest.mark.parametrize(("channels", "clips"), [(1, 1), (5, 5), (1, 3)])
+@pytest.mark.parametrize(("deviation", "searched", "remembers"), [(math.nan, False, False), (0.25, True, True)])
+def test_the_library_writes_what_pytorch_would(
+    channels: int, clips: int, tracks: bool, fill: float, deviation: float, searched: bool, remembers: bool
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    native_rows, plain_rows = buffers(channels, tracks, fill), buffers(channels, tracks, fill)
+    for slot in (0, 3, 7, 3):
+        clip = torch.rand(clips, generator=generator).reshape(1, -1, 1, 1)
+        remember = torch.rand(clips, generator=generator) if remembers else None
+        entry = ledger.Entry(clip, remember, searched, 41 + slot, 0.1, deviation, math.nan, 0.3)
+        ledger.write(native_rows, slot, entry)
+        ledger._write(plain_rows, slot, entry)
+    for name, left, right in zip(ledger.Buffers._fields, native_rows, plain_rows, strict=True):
+        assert (left is None and right is None) or torch.equal(left, right), name
+
+
+def test_a_row_leaves_the_others_alone() -> None:
+    rows = buffers(2, True, 0.5)
+    ledger.write(rows, 2, ledger.Entry(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0]), True, 9, 0.0, 0.0, 0.0, 0.1))
+    others = [0, 1, 3, 4, 5, 6, 7]
+    for name, buffer in zip(ledger.Buffers._fields[:-1], rows, strict=False):
+        assert buffer is not None
+        assert (buffer[others] == (0 if name == "updated_at" else 0.5)).all(), name
+    assert rows.clip[2].tolist() == [1.0, 2.0] and rows.updated_at[2] == 9 and rows.observed[2, ledger.CLIP] == 4.0
