@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 from typing import Any
 
@@ -111,3 +113,30 @@ def test_several_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_what_is_offered_no_longer_counts_and_is_used_again() -> None:
+    if not hasattr(mmap, "MADV_FREE"):
+        pytest.skip("this system has no MADV_FREE")
+    x = take()
+    address = x.data_ptr()
+    del x
+    assert pool.idle() > 0
+    pool.offer()
+    assert pool.idle() == 0
+    x = take()
+    x.fill_(3.0)
+    assert x.data_ptr() == address and float(x[-1]) == 3.0
+    del x
+    assert pool.idle() > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_writes_to_memory_of_its_own() -> None:
+    x = take().fill_(1.0)
+    child = os.fork()
+    if child == 0:
+        x[:10] = 2.0
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (x == 1.0).all()

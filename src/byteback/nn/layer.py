@@ -23,7 +23,7 @@ from byteback.nn.float_table import Geometry, why_float
 from byteback.nn.functional import RECOMPUTED, Int8Product
 from byteback.nn.numerics import LayerNumerics
 from byteback.nn.products import Products
-from byteback.ops import native
+from byteback.ops import native, pool
 from byteback.quantize import CALL_SLOTS, DEVIATION
 from byteback.recipes import Recipe, resolve
 
@@ -254,8 +254,13 @@ def begin_forward(model: nn.Module, _: Any) -> None:
 
 
 def end_forward(model: nn.Module, _: Any, output: Any) -> None:
-    """Forward hook of a prepared model: a layer that is called on its own, later, is a first call."""
+    """Forward hook of a prepared model: a layer that is called on its own, later, is a first call.
+
+    Between the passes of a step the buffers of the forward pass are idle, and the system may have them.
+    """
     _set_counting(model, False)
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _recomputing():
+        pool.offer()
 
 
 def _set_counting(model: nn.Module, counting: bool) -> None:

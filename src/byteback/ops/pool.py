@@ -3,7 +3,8 @@
 
 glibc hands every block above 32 MB back to the system when it is freed, and a training step would page in the same hundreds
 of megabytes anew each time. A block is lent to one storage at a time: a tensor, a view, a saved tensor or a numpy array keeps
-that storage alive and the block out of reach, however long it lives. What lies idle is bounded by `limit`.
+that storage alive and the block out of reach, however long it lives. What lies idle is bounded by `limit`, and `offer` tells
+the system that it may take it: it does so when memory is short, and until then the next use costs nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SMALLEST = 1 << 20
 _lock = threading.RLock()  # a storage may die, and return its block, in the middle of a request
 _shelves: dict[int, list[mmap.mmap]] = {}  # idle blocks by size; sizes that were used last come last
 _idle = 0
+_offered: set[int] = set()  # idle blocks by identity, that the system may take the pages of
 _lent = 0
 
 
@@ -81,12 +83,31 @@ def _lend(size: int) -> ctypes.Array[ctypes.c_char]:
         _lent += size
         if block is not None:
             _idle -= size
+            _offered.discard(id(block))
     if size not in _loans:
         _loans[size] = type("Loan", (_Loan, ctypes.c_char * size), {})
-    block = block or mmap.mmap(-1, size)
+    block = block or _new(size)
     loan = _loans[size].from_buffer(block)  # type: ignore[attr-defined]
     loan.block = block
     return loan
+
+
+def _new(size: int) -> mmap.mmap:
+    """A block of its own for this process (Python's default would share it with forked children), in huge pages if it can."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _advise(block, "MADV_HUGEPAGE")
+    return block
+
+
+def _advise(block: mmap.mmap, name: str) -> bool:
+    """Tells the system something about a block, where it understands."""
+    try:
+        block.madvise(getattr(mmap, name))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def _take_back(block: mmap.mmap) -> None:
@@ -106,20 +127,29 @@ def _shrink(target: int) -> None:
     for size in list(_shelves):
         shelf = _shelves[size]
         while shelf and _idle > target:
-            shelf.pop()  # the map is closed with its last reference
+            _offered.discard(id(shelf.pop()))  # the map is closed with its last reference
             _idle -= size
         if not shelf:
             del _shelves[size]
 
 
+def offer() -> None:
+    """Leaves the pages of idle blocks to the system, which takes them when memory is short; until then they are used again."""
+    with _lock:
+        for block in (block for shelf in _shelves.values() for block in shelf if id(block) not in _offered):
+            if _advise(block, "MADV_FREE"):
+                _offered.add(id(block))
+
+
 def held() -> int:
-    """Bytes of all blocks, lent and idle."""
-    return _lent + _idle
+    """Bytes of all blocks that the system cannot have: lent ones, and idle ones that were not offered."""
+    return _lent + idle()
 
 
 def idle() -> int:
-    """Bytes of the blocks that nobody uses now."""
-    return _idle
+    """Bytes of the blocks that nobody uses now and that the system cannot have either."""
+    with _lock:
+        return _idle - sum(len(block) for shelf in _shelves.values() for block in shelf if id(block) in _offered)
 
 
 def release() -> None:
