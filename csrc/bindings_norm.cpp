@@ -2,9 +2,14 @@
 // The passes of norm.h for Python (ops/normalize_native.py). An address of 0 stands for a tensor that is not there.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/tuple.h>
 
 #include <array>
+#include <numeric>
+#include <tuple>
+#include <vector>
 
+#include "magnitude.h"
 #include "norm.h"
 #include "norm_coefficients.h"
 #include "path.h"
@@ -119,6 +124,26 @@ void tail_count_pair(int path, s64 rows, s64 channels, Address x, Address each, 
                   at<s64>(over_each), at<s64>(over_all), threads);
 }
 
+// moments: max|x|, sum and sum of squares of each channel; before: the last clips, 0 for none; rule: threshold, keep, add. Of
+// before and clips, first the whole tensor's, then each channel's. Returns the shares that are Gaussian, likewise.
+std::tuple<f64, f64> magnitude_clips(int path, s64 rows, s64 channels, Address x, const std::array<Address, 3>& moments,
+                                     const std::array<Address, 2>& before, const std::array<f64, 3>& rule,
+                                     const std::array<Address, 2>& clips, int threads) {
+    nb::gil_scoped_release unlocked;
+    const f32* peak = at<const f32>(moments[0]);
+    const f64 *total = at<const f64>(moments[1]), *squares = at<const f64>(moments[2]);
+    std::vector<f32> each(static_cast<size_t>(channels));
+    for (s64 c = 0; c < channels; ++c) each[static_cast<size_t>(c)] = deviation(total[c], squares[c], rows);
+    const f32 one = deviation(sum_channels(total, channels), sum_channels(squares, channels), rows * channels);
+    std::vector<s64> tail(static_cast<size_t>(channels)), tail_one(static_cast<size_t>(channels));
+    BYTEBACK_CALL(tail_count_pair, rows, channels, at<const f32>(x), each.data(), one, tail.data(), tail_one.data(), threads);
+    const MagnitudeRule numbers{rule[0], static_cast<f32>(rule[1]), static_cast<f32>(rule[2])};
+    const f32 peak_one = largest(peak, channels);
+    const s64 all = std::accumulate(tail_one.begin(), tail_one.end(), s64{0});
+    return {choose_clips(numbers, 1, &peak_one, &all, rows * channels, at<const f32>(before[0]), at<f32>(clips[0])),
+            choose_clips(numbers, channels, peak, tail.data(), rows, at<const f32>(before[1]), at<f32>(clips[1]))};
+}
+
 // Of each pair, first what belongs to the one clip, then what belongs to the clips per channel.
 void quantize_pair(int path, s64 rows, s64 channels, Address x, Address clip, Address clips, Address key,
                    const std::array<Address, 2>& values, const std::array<Address, 2>& scale,
@@ -172,6 +197,7 @@ void bind_norm(nb::module_& m) {
     m.def("normalize_grad_quantize", &normalize_grad_quantize);
     m.def("normalize_grad_moments", &normalize_grad_moments);
     m.def("tail_count_pair", &tail_count_pair);
+    m.def("magnitude_clips", &magnitude_clips);
     m.def("quantize_pair", &quantize_pair);
     m.def("pack_norm", &pack_norm);
     m.def("norm_coefficients", &coefficients);

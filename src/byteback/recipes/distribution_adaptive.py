@@ -22,10 +22,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from byteback import ops
+from byteback.ops import magnitude
 from byteback.quantize import Choice, ClipRule, Memory, TensorRule
 from byteback.recipes.recipe import Recipe
 
@@ -60,37 +60,27 @@ class MagnitudeAware(ClipRule):
         if axis == -1:
             peak, total, squares = ops.absmax(peak), ops.sum_channels(total), ops.sum_channels(squares)
             count = x.numel()
-        tail = ops.tail_count(x, _sigma(total, squares, count))
-        return self._decide(peak, tail if axis == 1 else tail.sum(dim=1, keepdim=True), count, memory)
+        tail = ops.tail_count(x, magnitude.sigma(total, squares, count))
+        tail = tail if axis == 1 else tail.sum(dim=1, keepdim=True)
+        clip, gaussian = magnitude.average(self._average(), peak, tail, count, _before(memory))
+        return Choice(clip, remember=clip, gaussian_share=gaussian)
 
     def choose_both(
         self, x: Tensor, peak: Tensor, total: Tensor, squares: Tensor, one: Memory, each: Memory
     ) -> tuple[Choice, Choice]:
         """`choose` for the whole tensor and for each channel, with both tails counted in one reading."""
-        count = x.numel() // x.shape[1]
-        sigma = _sigma(total, squares, count)
-        sigma_one = _sigma(ops.sum_channels(total), ops.sum_channels(squares), x.numel())
-        tail, tail_one = ops.tail_count_pair(x, sigma.reshape(-1), sigma_one)
-        choice = self._decide(ops.absmax(peak), tail_one.sum(dim=1, keepdim=True), x.numel(), one)
-        return choice, self._decide(peak, tail, count, each)
+        made = magnitude.magnitude_clips(self._average(), x, (peak, total, squares), _before(one), _before(each))
+        return (
+            Choice(made.one, remember=made.one, gaussian_share=made.gaussian_one),
+            Choice(made.each, remember=made.each, gaussian_share=made.gaussian_each),
+        )
 
-    def _decide(self, peak: Tensor, tail: Tensor, count: int, memory: Memory) -> Choice:
-        """The clips, given max|g| and how many of `count` |g| exceed σ."""
-        gaussian = tail.double() / max(count, 1) > self.threshold
-        clip = peak
-        if memory.initialized:
-            before = memory.clip.reshape(peak.shape)
-            averaged = before * (1.0 - self.k * self.a) + peak * self.a
-            # A channel that was all zero has nothing to average with: its next gradient is a first one.
-            clip = torch.where(gaussian | (before == 0.0), peak, averaged)
-        return Choice(clip, remember=clip, gaussian_share=float(gaussian.double().mean()) if gaussian.numel() else 0.0)
+    def _average(self) -> magnitude.Average:
+        return magnitude.Average(self.threshold, 1.0 - self.k * self.a, self.a)
 
 
-def _sigma(total: Tensor, squares: Tensor, count: int) -> Tensor:
-    """The population's standard deviation from its sums."""
-    count = max(count, 1)
-    mean = total / count
-    return (squares / count - mean * mean).clamp_min(0.0).sqrt().float()
+def _before(memory: Memory) -> Tensor | None:
+    return memory.clip if memory.initialized else None
 
 
 def _magnitude_aware(per: str) -> TensorRule:
