@@ -3,6 +3,8 @@
 
 byteback train            a small ResNet on embedded data in float32 and in int8, side by side
 byteback bench step       a network's whole training step against PyTorch FP32, with its parts and its memory
+byteback bench growth     the same ratio over batch and image sizes
+byteback bench inference  the forward pass in eval mode against PyTorch FP32
 byteback bench kernels    the three products of a network's layers against PyTorch FP32
 byteback verify           every native path against the reference on this machine
 byteback doctor           what this machine and this build can run, and why
@@ -24,7 +26,7 @@ def main() -> None:
         from rich.console import Console
 
         from byteback import __version__
-        from byteback.bench import doctor, kernels, step, verify
+        from byteback.bench import doctor, growth, inference, kernels, step, verify
         from byteback.train import side_by_side
         from byteback.train.config import TrainConfig
     except ImportError as error:
@@ -40,6 +42,8 @@ def main() -> None:
         "train": (TrainConfig, side_by_side.run),
         "bench kernels": (kernels.KernelsConfig, kernels.run),
         "bench step": (step.StepConfig, step.run),
+        "bench growth": (growth.GrowthConfig, growth.run),
+        "bench inference": (inference.InferenceConfig, inference.run),
         "verify": (verify.VerifyConfig, verify.run),
         "doctor": (doctor.DoctorConfig, doctor.run),
     }
@@ -62,7 +66,7 @@ def _bench(kinds: dict[str, type]) -> Callable[[Any], Any]:
     import tyro
 
     def bench(what: Any) -> Any:
-        """Measure against PyTorch FP32: the kernels alone, or a whole training step."""
+        """Measure against PyTorch FP32: the kernels alone, a whole training step, or inference."""
         return what
 
     named = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in kinds.items())
