@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Binds the blocks that fuse.py found to the convolutions that begin them, in place.
 
-An int8 convolution gets an attribute; a float one takes on a class that knows how to begin a block. Convolutions without a
-block keep the sentence that says why, for `summary`.
+An int8 convolution gets an attribute; a float one takes on a class that knows how to begin a block, a frozen norm one that
+knows how to join it. Convolutions without a block keep the sentence that says why, for `summary`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from byteback.fuse import Block, Plan
 from byteback.nn import Int8Layer
 from byteback.nn.begin import BoundBlock
 from byteback.nn.conv import FUSED_CLASSES
+from byteback.nn.frozen import bind_frozen
 from byteback.nn.pending import BlockPlan
 from byteback.recipes import Recipe
 
@@ -35,6 +36,8 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
         else:
             setattr(conv, BLOCK_REASON, f"a float {type(conv).__name__} of its own class")
             continue
+        if block.norm is not None:
+            bind_frozen(modules[block.norm])
         setattr(conv, BLOCK_TEXT, describe(block))
     for name, reason in plan.reasons.items():
         setattr(modules[name], BLOCK_REASON, reason)

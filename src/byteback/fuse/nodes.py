@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from byteback.fuse.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
+from byteback.nn.frozen import is_frozen_norm
 
 Activation = Literal["none", "relu", "relu6", "hardswish", "silu"]
 
@@ -75,10 +76,8 @@ class Nodes:
         module = self.modules.get(node)
         if module is None or node.args != (value,) or node.kwargs or "forward" in module.__dict__:
             return False
-        if type(module).__name__ == "FrozenBatchNorm2d":
-            wanted = ("weight", "bias", "running_mean", "running_var")
-            shapes = {tuple(getattr(getattr(module, name, None), "shape", ())) for name in wanted}
-            return isinstance(conv, nn.Conv2d) and shapes == {(conv.out_channels,)}
+        if isinstance(conv, nn.Conv2d) and is_frozen_norm(module, conv.out_channels):
+            return True
         base = next(norm for kind, norm in _NORMS.items() if isinstance(conv, kind))
         if not isinstance(module, base) or module.num_features != conv.out_channels:
             return False
