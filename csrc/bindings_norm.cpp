@@ -44,8 +44,16 @@ void write_counts(const Report& report, Address counts) {
     at<s64>(counts)[1] = report.nonfinite;
 }
 
-Forward forward_of(s64 rows, s64 channels, Address x, Address a, Address b, Address residual, int activation) {
-    return {rows, channels, at<const f32>(x), at<const f32>(a), at<const f32>(b), at<const f32>(residual),
+// A residual that has a scale is int8.
+Forward forward_of(s64 rows, s64 channels, Address x, Address a, Address b, Address residual, Address scale, int activation) {
+    return {rows,
+            channels,
+            at<const f32>(x),
+            at<const f32>(a),
+            at<const f32>(b),
+            at<const f32>(scale ? 0 : residual),
+            at<const s8>(scale ? residual : 0),
+            scale ? *at<const f32>(scale) : 0.0f,
             static_cast<Activation>(activation)};
 }
 
@@ -65,20 +73,22 @@ void channel_stats(int path, s64 rows, s64 channels, Address x, Address total, A
                   at<f32>(high), threads);
 }
 
-void normalize_peak(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual, int activation,
-                    Address peak, int threads) {
+void normalize_peak(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual,
+                    Address residual_scale, int activation, Address peak, int threads) {
     nb::gil_scoped_release unlocked;
-    *at<f32>(peak) = BYTEBACK_CALL(normalize_peak, forward_of(rows, channels, x, a, b, residual, activation), threads);
+    const Forward from = forward_of(rows, channels, x, a, b, residual, residual_scale, activation);
+    *at<f32>(peak) = BYTEBACK_CALL(normalize_peak, from, threads);
 }
 
-void normalize(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual, int activation,
-               Address clip, Address values, Address scale, Address counts, Address output, Address mask, Address kept,
-               int kind, Address step, Address centre, int threads) {
+void normalize(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual,
+               Address residual_scale, int activation, Address clip, Address values, Address scale, Address counts, Address output, Address mask, Address kept,
+               int kind, Address step, Address centre, s64 pitch, int threads) {
     nb::gil_scoped_release unlocked;
     const f32 bound = clip ? *at<const f32>(clip) : 0.0f;
     const Outcome to{at<f32>(output), at<u8>(mask), at<s8>(values), bound, at<void>(kept), static_cast<Stored>(kind),
-                     at<const f32>(step), at<const f32>(centre)};
-    const Report seen = BYTEBACK_CALL(normalize, forward_of(rows, channels, x, a, b, residual, activation), to, threads);
+                     at<const f32>(step), at<const f32>(centre), pitch};
+    const Forward from = forward_of(rows, channels, x, a, b, residual, residual_scale, activation);
+    const Report seen = BYTEBACK_CALL(normalize, from, to, threads);
     if (!clip) return;
     write_scales(&bound, 1, at<f32>(scale));
     write_counts(seen, counts);
@@ -139,7 +149,7 @@ void pack_norm(int path, s64 rows, s64 channels, Address x, Address kept, int ki
                int threads) {
     nb::gil_scoped_release unlocked;
     const Outcome to{nullptr, nullptr, nullptr, 0.0f, at<void>(kept), static_cast<Stored>(kind), at<const f32>(step),
-                     at<const f32>(centre)};
+                     at<const f32>(centre), channels};
     BYTEBACK_CALL(pack_norm, rows, channels, at<const f32>(x), to, threads);
 }
 

@@ -45,7 +45,7 @@ def plan_of(model: nn.Module) -> Plan:
         for other in (block.norm, block.activation_module):
             assert other is None or isinstance(model.get_submodule(other), nn.Module)
         assert block.ends == form(block).split()[-1]
-        assert (block.feeds_conv or block.feeds_other) == bool(block.consumers)
+        assert (block.feeds_conv or block.feeds_other or block.feeds_pool or block.feeds_join) == bool(block.consumers)
     return plan
 
 
@@ -712,7 +712,9 @@ def test_torchvision_networks(name: str) -> None:
 
 def test_resnet18_in_detail() -> None:
     blocks = plan_of(torchvision_network("resnet18")).blocks
-    assert blocks["conv1"] == Block("conv1", "bn1", False, "relu", "relu", "activation", False, True, ("MaxPool2d maxpool",))
+    assert blocks["conv1"] == Block(
+        "conv1", "bn1", False, "relu", "relu", "activation", False, False, ("MaxPool2d maxpool",), feeds_pool=True
+    )
     first = blocks["layer1.0.conv1"]
     assert (first.norm, first.activation_module, first.consumers) == ("layer1.0.bn1", "layer1.0.relu", ("conv layer1.0.conv2",))
     assert (first.feeds_conv, first.feeds_other) == (True, False)
@@ -803,7 +805,9 @@ class Follow(TorchFunctionMode):
         begun = [item for item in flat if id(item) in self.pending]
         for item in flat:
             if block := self.done.get(id(item)):
-                assert block.feeds_conv if is_conv else block.feeds_other, f"{name} takes the result of {block}"
+                known = {"cat": "feeds_join", "max_pool2d": "feeds_pool", "boolean_dispatch": "feeds_pool"}
+                feeds = "feeds_conv" if is_conv else known.get(name, "feeds_other")
+                assert getattr(block, feeds) or block.feeds_other, f"{name} takes the result of {block}"
         self.alive.append(result)
         self.done.pop(id(result), None)  # written in place
         if begun:

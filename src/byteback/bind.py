@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from byteback.fuse import Block, Plan
+from byteback.fuse.blocks import FEEDS
 from byteback.nn import Int8Layer
 from byteback.nn.begin import BoundBlock
 from byteback.nn.conv import FUSED_CLASSES
@@ -27,7 +28,7 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     for name, block in plan.blocks.items():
         conv = modules[name]
         inner = [modules[part] for part in (block.norm, block.activation_module) if part is not None]
-        bound = BoundBlock(BlockPlan(block.ends, block.feeds_conv, block.feeds_other), tuple(inner))
+        bound = BoundBlock(BlockPlan(block.ends, **{feeds: getattr(block, feeds) for feeds in FEEDS}), tuple(inner))
         if isinstance(conv, Int8Layer):
             conv.int8_block = bound  # type: ignore[assignment]
         elif type(conv) in FUSED_CLASSES:

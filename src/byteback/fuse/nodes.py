@@ -152,6 +152,19 @@ class Nodes:
             elif not _is_metadata(user):
                 yield user
 
+    def is_max_pool(self, node: fx.Node) -> bool:
+        """Whether a node takes the maximum of windows of pixels, and only that."""
+        module = self.modules.get(node)
+        if module is not None:
+            return type(module) is nn.MaxPool2d and not module.return_indices and "forward" not in module.__dict__
+        return _is_call(node) and node.target in (F.max_pool2d, torch.max_pool2d) and "return_indices" not in node.kwargs
+
+    def is_join(self, node: fx.Node) -> bool:
+        """Whether a node puts channels side by side."""
+        if not _is_call(node) or node.target not in (torch.cat, torch.concat, torch.concatenate):
+            return False
+        return bool((node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) == 1)
+
     def is_unknown(self, node: fx.Node) -> bool:
         """Whether convolutions may lie behind a node that the graph does not show."""
         if node.op == "output":

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from byteback import ops
-from byteback.nn.activation import SHARED_RULE, Activation, Source, carry, numbers
+from byteback.nn.activation import SHARED_RULE, Activation, Joins, Source, carry, numbers
 from byteback.nn.functional import Operands, backward_products, forward_product, refuse_second
 from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient
 from byteback.nn.pending import Stages
@@ -89,7 +89,7 @@ class Block(Function):
             ctx.save_for_backward(*kept, mask, *normalized, *((y,) if saves.y and kept_y is None else _tensors(kept_y)))
         sources.append(source)
         # An inference tensor does not count its writes, so it could not tell whether its int8 copy is still true.
-        if source.output is None or torch.is_inference_mode_enabled():
+        if source.output is None or not stages.plan.feeds_other or torch.is_inference_mode_enabled():
             return Activation(source)
         output, source.output = source.output, None  # a source that holds the tensor which holds it would never die
         return output
@@ -122,9 +122,12 @@ def _write(
     source: Source, stages: Stages, layer: Any, saves: _Saves, low: Tensor | None, high: Tensor | None, mean: Tensor
 ) -> tuple[Tensor | None, Any]:
     """Writes in one pass what the plan expects to be read, and what backward needs: the mask and a smaller y."""
-    want_float = stages.plan.feeds_other
+    plan = stages.plan
+    want_float = plan.feeds_other or plan.feeds_pool
     # Training quantizes by the batch's own maximum, which is known now; eval waits for the clip of who reads it.
-    want_int8 = stages.plan.feeds_conv and layer.training and layer.recipe.input == SHARED_RULE
+    own_clip = layer.training and layer.recipe.input == SHARED_RULE
+    want_int8 = plan.feeds_conv and own_clip
+    source.joins = Joins(plan.join_feeds_conv and own_clip, plan.join_feeds_other)
     if not (saves.mask or saves.keep or want_float or want_int8):
         return None, None
     extremes = (low, high, mean) if saves.keep else ()

@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from byteback import ops
 from byteback.nn.activation import SHARED_RULE, numbers, source_of
+from byteback.nn.joined import shared_floats
 from byteback.nn.products import Products
 from byteback.ops import layout
 from byteback.quantize import Adopted, Moments, QTensor, Step, adopt, quantize_both, quantize_fresh, quantize_held
@@ -179,6 +180,8 @@ def _quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: boo
     settings = numerics.handles["input"]
     source = source_of(x) if numerics.settings["input"].rule == SHARED_RULE else None
     own_clip = layer.training or layer.recipe.eval_clip == "batch"
+    if source is None and own_clip:
+        source = shared_floats(x, numerics.settings["input"].rule)
     if source is not None:
         tracked = None if own_clip else numerics.input.tracked_clip(max(slot, 0), layer.int8_shared.is_counting())
         if own_clip or tracked is not None:

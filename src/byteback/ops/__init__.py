@@ -19,6 +19,7 @@ from byteback.ops import schema
 from byteback.ops.coefficients import Coefficients, norm_coefficients, norm_gradient
 from byteback.ops.normalize import (
     ACTIVATIONS,
+    Into,
     Normalized,
     channel_stats,
     normalize,
@@ -35,6 +36,7 @@ from byteback.ops.statistics import sum_channels
 __all__ = [
     "ACTIVATIONS",
     "Coefficients",
+    "Into",
     "Normalized",
     "absmax",
     "channel_stats",
