@@ -7,6 +7,8 @@ knows how to join it. Convolutions without a block keep the sentence that says w
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from byteback.fuse import Block, Plan
@@ -28,7 +30,7 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     for name, block in plan.blocks.items():
         conv = modules[name]
         inner = [modules[part] for part in (block.norm, block.activation_module) if part is not None]
-        bound = BoundBlock(BlockPlan(block.ends, **{feeds: getattr(block, feeds) for feeds in FEEDS}), tuple(inner))
+        bound = BoundBlock(_plan_of(block, recipe), tuple(inner))
         if isinstance(conv, Int8Layer):
             conv.int8_block = bound  # type: ignore[assignment]
         elif type(conv) in FUSED_CLASSES:
@@ -42,6 +44,12 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
         setattr(conv, BLOCK_TEXT, describe(block))
     for name, reason in plan.reasons.items():
         setattr(modules[name], BLOCK_REASON, reason)
+
+
+def _plan_of(block: Block, recipe: Recipe) -> BlockPlan:
+    """What the block's run has to know. A residual is a float tensor like any other, unless the recipe keeps it in int8."""
+    plan = BlockPlan(block.ends, **{feeds: getattr(block, feeds) for feeds in FEEDS})
+    return plan if recipe.residual_memory == "int8" else replace(plan, feeds_other=plan.feeds_other or plan.feeds_add)
 
 
 def describe(block: Block) -> str:

@@ -18,7 +18,7 @@ from byteback.fuse.tracing import CONVOLUTIONS, Structure, Trace, trace
 
 Stage = Literal["conv", "norm", "add", "activation"]
 AFTER_A_SUM = ("relu", "relu6")
-FEEDS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other")
+FEEDS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other", "feeds_add")
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ class Block:
     activation_module: str | None  # None where it is a function, or where there is none
     ends: Stage  # the stage after which the block is complete; never "conv", as a convolution alone is no block
     feeds_conv: bool  # another convolution takes the result, or may take it
-    feeds_other: bool  # something else takes the result, or may take it: neither a max-pool nor a concatenation of channels
+    feeds_other: bool  # something else takes the result, or may take it: none of those that follow below
     consumers: tuple[str, ...]  # who takes the result, in a few words each
     feeds_pool: bool = False  # a max-pool takes it
     feeds_join: bool = False  # it becomes some of the channels of a concatenation
     join_feeds_conv: bool = False  # of that, as above
     join_feeds_other: bool = False
+    feeds_add: bool = False  # it is the residual of another block
 
 
 @dataclass(frozen=True)
@@ -180,21 +181,23 @@ class _Matcher:
             activation_module=module,
             ends=ends,  # type: ignore[arg-type]
             consumers=tuple(dict.fromkeys(self.nodes.label(taker) for taker in takers)),
-            **self.readers(takers),
+            **self.readers(takers, owners),
         )
 
-    def readers(self, takers: list[fx.Node]) -> dict[str, Any]:
+    def readers(self, takers: list[fx.Node], owners: dict[fx.Node, _Chain]) -> dict[str, Any]:
         """What kinds of nodes read a value, and what kinds read the concatenations that it is a part of."""
         nodes = self.nodes
         joins = [taker for taker in takers if nodes.is_join(taker)]
         beyond = [reader for join in joins for reader in nodes.takers(join)]
+        known = (nodes.is_conv, nodes.is_max_pool, nodes.is_join, owners.__contains__)
         return {
             "feeds_conv": any(nodes.is_conv(taker) or nodes.is_unknown(taker) for taker in takers),
-            "feeds_other": any(not (nodes.is_conv(t) or nodes.is_max_pool(t) or nodes.is_join(t)) for t in takers),
+            "feeds_other": any(not any(is_one(taker) for is_one in known) for taker in takers),
             "feeds_pool": any(nodes.is_max_pool(taker) for taker in takers),
             "feeds_join": bool(joins),
             "join_feeds_conv": any(nodes.is_conv(reader) or nodes.is_unknown(reader) for reader in beyond),
             "join_feeds_other": any(not (nodes.is_conv(reader) or nodes.is_join(reader)) for reader in beyond),
+            "feeds_add": any(taker in owners for taker in takers),
         }
 
     def why_alone(self, conv: fx.Node, owners: dict[fx.Node, _Chain]) -> str:

@@ -157,7 +157,12 @@ class Nodes:
         module = self.modules.get(node)
         if module is not None:
             return type(module) is nn.MaxPool2d and not module.return_indices and "forward" not in module.__dict__
-        return _is_call(node) and node.target in (F.max_pool2d, torch.max_pool2d) and "return_indices" not in node.kwargs
+        return (
+            _is_call(node)
+            and node.target in (F.max_pool2d, torch.max_pool2d)
+            and not node.kwargs.get("return_indices", False)
+            and len(node.args) < 7
+        )
 
     def is_join(self, node: fx.Node) -> bool:
         """Whether a node puts channels side by side."""

@@ -54,7 +54,7 @@ class Source:
         x: Tensor,
         a: Tensor,
         b: Tensor,
-        residual: Tensor | None,
+        residual: ops.Residual,
         activation: str,
         strides: tuple[int, ...],
         peak: Tensor | None = None,

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from byteback import ops
-from byteback.nn.activation import SHARED_RULE, Activation, Joins, Source, carry, numbers
+from byteback.nn.activation import SHARED_RULE, Activation, Joins, Source, carry
 from byteback.nn.functional import Operands, backward_products, forward_product, refuse_second
 from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient
 from byteback.nn.pending import Stages
 from byteback.nn.products import ConvProducts
+from byteback.nn.residual import channels_last, residual_of
 from byteback.quantize import Moments
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Block(Function):
         layer, norm, activation = call.layer, stages.norm, stages.activation
         for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
         y, kept = forward_product(x, weight, layer, call.products, call.slot, for_input, for_weight)
-        y = _channels_last(y)
+        y = channels_last(y)
         peak = low = high = None
         training = None if norm is None else norm.training
         if norm is not None and training:
@@ -77,7 +78,8 @@ class Block(Function):
                 peak = known
         else:
             normalized = folded(norm, bias, weight)
-        source = Source(y, normalized.a, normalized.b, _laid_out(residual), activation, call.strides, peak)
+        added = residual_of(residual, layer)
+        source = Source(y, normalized.a, normalized.b, added, activation, call.strides, peak)
         backs = with_grad and any(ctx.needs_input_grad[:6])
         saves = _what_to_save(ctx, stages, layer, residual is not None) if backs else _Saves(False, False, None)
         mask, kept_y = _write(source, stages, layer, saves, low, high, normalized.mean)
@@ -126,7 +128,7 @@ def _write(
     want_float = plan.feeds_other or plan.feeds_pool
     # Training quantizes by the batch's own maximum, which is known now; eval waits for the clip of who reads it.
     own_clip = layer.training and layer.recipe.input == SHARED_RULE
-    want_int8 = plan.feeds_conv and own_clip
+    want_int8 = (plan.feeds_conv or (plan.feeds_add and layer.recipe.residual_memory == "int8")) and own_clip
     source.joins = Joins(plan.join_feeds_conv and own_clip, plan.join_feeds_other)
     if not (saves.mask or saves.keep or want_float or want_int8):
         return None, None
@@ -144,7 +146,7 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     kept, mask, normalized, y = Operands(*saved[:6]), saved[6], Normalized(*saved[7:11]), saved[11:]
     activation = ctx.activation
     for_residual = ctx.needs_input_grad[5]
-    g = _channels_last(grad_output)
+    g = channels_last(grad_output)
     # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
     y = y if len(y) > 1 else y[0] if y else g
     total = dot = residual_grad = None
@@ -184,13 +186,3 @@ class BlockGradient(NamedTuple):
 
     def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return ops.normalize_grad_quantize(*self, clip, key)
-
-
-def _laid_out(residual: Tensor | None) -> Tensor | None:
-    return None if residual is None else _channels_last(numbers(residual))
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    """x with its channels lying together, as the block's kernels want it."""
-    last = x.movedim(1, -1)
-    return x if last.is_contiguous() else last.contiguous().movedim(-1, 1)

@@ -32,6 +32,7 @@ class BlockPlan:
     feeds_join: bool = False  # a concatenation of channels, which is written when it is read
     join_feeds_conv: bool = False
     join_feeds_other: bool = False
+    feeds_add: bool = False  # another block, as its residual
 
 
 class Norm(NamedTuple):
