@@ -2,13 +2,18 @@
 // The passes of norm.h for Python (ops/normalize_native.py). An address of 0 stands for a tensor that is not there.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
 
 #include <array>
+#include <string>
 
+#include "conv.h"
+#include "epilogue.h"
 #include "norm.h"
 #include "norm_coefficients.h"
 #include "path.h"
 #include "rows.h"
+#include "shape_numbers.h"
 
 namespace nb = nanobind;
 using namespace byteback;
@@ -153,6 +158,49 @@ void pack_norm(int path, s64 rows, s64 channels, Address x, Address kept, int ki
     BYTEBACK_CALL(pack_norm, rows, channels, at<const f32>(x), to, threads);
 }
 
+// The output of a convolution and `normalize` of it, which is never written. The kernel's name; empty where none can do that.
+// Scales as in bindings.cpp's run_product.
+std::string conv_normalize(int path, const ShapeNumbers& numbers, Address x, Address w, const std::array<Address, 2>& scales,
+                           const std::array<s64, 2>& strides, const std::array<Address, 4>& vectors, int activation, Address clip,
+                           Address values, Address scale, Address counts, Address output, s64 pitch, int threads) {
+#ifdef BYTEBACK_AVX2
+    nb::gil_scoped_release unlocked;
+    struct Call {
+        Path path;
+        ConvShape shape;
+        const s8 *x, *w;
+        Factor factor;
+        int threads;
+        const char* kernel;
+    };
+    const f32 single = scales[1] ? *at<const f32>(scales[0]) * *at<const f32>(scales[1]) : 0.0f;
+    const Factor factor{scales[1] ? &single : at<const f32>(scales[0]), strides[0], strides[1]};
+    Call call{static_cast<Path>(path), shape_of(numbers), at<const s8>(x), at<const s8>(w), factor, threads, nullptr};
+    if (call.path == Path::generic) return "";
+    const s64 rows = call.shape.batch * call.shape.out_pixels(), channels = call.shape.out_channels;
+    const f32 bound = clip ? *at<const f32>(clip) : 0.0f;
+    const Forward from = forward_of(rows, channels, 0, vectors[0], vectors[1], vectors[2], vectors[3], activation);
+    const Outcome to{at<f32>(output), nullptr, at<s8>(values), bound, nullptr, Stored::f32, nullptr, nullptr, pitch};
+    const Report seen = avx2::with_epilogue(
+        from, to, threads,
+        [](const Epilogue& finish, void* context) {
+            Call& c = *static_cast<Call*>(context);
+            c.kernel = conv_finished(c.path, c.shape, c.x, c.w, c.factor, finish, c.threads);
+        },
+        &call);
+    if (!call.kernel) return "";
+    if (clip) {
+        write_scales(&bound, 1, at<f32>(scale));
+        write_counts(seen, counts);
+    }
+    return call.kernel;
+#else
+    (void)path, (void)numbers, (void)x, (void)w, (void)scales, (void)strides, (void)vectors, (void)activation, (void)clip;
+    (void)values, (void)scale, (void)counts, (void)output, (void)pitch, (void)threads;
+    return "";
+#endif
+}
+
 // channels, count, total, squares, low, high, gamma, beta, bias, running mean, running variance
 void coefficients(const std::array<Address, 11>& n, f64 eps, f64 momentum, bool floor, f32 ceiling,
                   const std::array<Address, 5>& to) {
@@ -177,6 +225,7 @@ void bind_norm(nb::module_& m) {
     m.def("channel_stats", &channel_stats);
     m.def("normalize_peak", &normalize_peak);
     m.def("normalize", &normalize);
+    m.def("conv_normalize", &conv_normalize);
     m.def("normalize_grad_sums", &normalize_grad_sums);
     m.def("normalize_grad", &normalize_grad);
     m.def("normalize_grad_quantize", &normalize_grad_quantize);

@@ -9,16 +9,6 @@ namespace byteback::avx2 {
 
 namespace {
 
-// z = a * x + b, + residual; from the run's first element on.
-template <class Lanes>
-BYTEBACK_INLINE __m256 forward_z(const Forward& run, s64 e, __m256 x, Lanes lanes) {
-    const __m256 z = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(run.a + e), x), _mm256_loadu_ps(run.b + e));
-    if (run.residual) return _mm256_add_ps(z, lanes.load(run.residual + e));
-    if (!run.residual_values) return z;
-    const __m256 q = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lanes.bytes(run.residual_values + e)));
-    return _mm256_add_ps(z, _mm256_mul_ps(q, all(run.residual_scale)));
-}
-
 Forward started(Forward from, s64 row) {
     from.x += row * from.channels;
     if (from.residual) from.residual += row * from.channels;

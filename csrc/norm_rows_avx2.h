@@ -48,6 +48,16 @@ inline Constants constants_of(const Backward& from, s64 together) {
     return Constants({from.a, from.b, from.p, from.q, from.r, from.x.step, from.x.centre}, from.channels, together);
 }
 
+// z = a * x + b, + residual; from the run's first element on.
+template <class Lanes>
+BYTEBACK_INLINE __m256 forward_z(const Forward& run, s64 e, __m256 x, Lanes lanes) {
+    const __m256 z = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(run.a + e), x), _mm256_loadu_ps(run.b + e));
+    if (run.residual) return _mm256_add_ps(z, lanes.load(run.residual + e));
+    if (!run.residual_values) return z;
+    const __m256 q = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lanes.bytes(run.residual_values + e)));
+    return _mm256_add_ps(z, _mm256_mul_ps(q, all(run.residual_scale)));
+}
+
 // ---- in the order of memory ------------------------------------------------------------------------------------------
 
 struct Periods {

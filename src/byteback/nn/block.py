@@ -19,7 +19,8 @@ from torch.autograd import Function
 
 from byteback import ops
 from byteback.nn.activation import SHARED_RULE, Activation, Joins, Source, carry
-from byteback.nn.functional import Operands, backward_products, forward_product, refuse_second
+from byteback.nn.functional import Operands, backward_products, forward_product, output_operands, refuse_second
+from byteback.nn.inference import Deferred, Shown, can_defer
 from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient
 from byteback.nn.pending import Stages
 from byteback.nn.products import ConvProducts
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     products: ConvProducts
     slot: int
     strides: tuple[int, ...]  # of the float result, as PyTorch would lay it out
+    spatial: tuple[int, ...]  # its size without N and C
 
 
 def run_block(x: Tensor, call: Call, stages: Stages) -> Tensor:
@@ -67,6 +69,8 @@ class Block(Function):
         sources: list[Source],
     ) -> Tensor:
         layer, norm, activation = call.layer, stages.norm, stages.activation
+        if can_defer(layer, norm, with_grad and any(ctx.needs_input_grad[:6])):
+            return _deferred(x, weight, bias, residual, call, stages, sources)
         for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
         y, kept = forward_product(x, weight, layer, call.products, call.slot, for_input, for_weight)
         y = channels_last(y)
@@ -101,6 +105,31 @@ class Block(Function):
         with torch.no_grad():
             grads = _gradients(ctx, grad_output)
         return (*refuse_second(ctx.name, grad_output, grads), None, None, None, None)
+
+
+def _deferred(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    call: Call,
+    stages: Stages,
+    sources: list[Source],
+) -> Tensor:
+    """The block of a prediction: not even its product is computed before its reader says what it wants."""
+    layer, plan = call.layer, stages.plan
+    operands = output_operands(x, weight, layer, call.slot)
+    normalized = folded(stages.norm, bias, weight)
+    added = residual_of(residual, layer)
+    needs_floats = plan.feeds_other or plan.feeds_pool
+    size = (x.shape[0], weight.shape[0], *call.spatial)
+    shown = Shown(torch.Size(size), call.strides, needs_floats)
+    source = Deferred(operands, call.products, normalized.a, normalized.b, added, stages.activation, shown)
+    source.joins = Joins(False, plan.join_feeds_other)
+    sources.append(source)
+    if plan.feeds_other and not plan.feeds_conv and not torch.is_inference_mode_enabled():
+        return source.give()
+    return Activation(source)
 
 
 class _Saves(NamedTuple):

@@ -117,6 +117,12 @@ def forward_product(
     return output, kept
 
 
+def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> tuple[QTensor, QTensor]:
+    """What the output is the product of, where no gradient will be asked for."""
+    x_q = _quantize_input(layer, x, slot, False)
+    return x_q, quantize_fresh(weight, layer.quantizers.handles["weight"], layer.quantizers.iteration)
+
+
 def backward_products(
     ctx: Any, kept: Operands, gradient: Gradient, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:

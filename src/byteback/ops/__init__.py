@@ -17,6 +17,7 @@ from torch import Tensor
 
 from byteback.ops import schema
 from byteback.ops.coefficients import Coefficients, norm_coefficients, norm_gradient
+from byteback.ops.finished import conv_normalize
 from byteback.ops.normalize import (
     ACTIVATIONS,
     Into,
@@ -45,6 +46,7 @@ __all__ = [
     "conv_int8",
     "conv_int8_grad_input",
     "conv_int8_grad_weight",
+    "conv_normalize",
     "cosine_slope_terms",
     "cosine_terms",
     "dot_terms",
