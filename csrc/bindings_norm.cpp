@@ -211,6 +211,14 @@ void coefficients(const std::array<Address, 11>& n, f64 eps, f64 momentum, bool 
                       {at<f32>(to[0]), at<f32>(to[1]), at<f64>(to[2]), at<f64>(to[3]), at<f32>(to[4])});
 }
 
+// channels, mean, var, gamma, beta, bias
+void folded(const std::array<Address, 6>& n, double eps, Address a, Address b) {
+    nb::gil_scoped_release unlocked;
+    norm_folded({static_cast<s64>(n[0]), at<const f32>(n[1]), at<const f32>(n[2]), at<const f32>(n[3]), at<const f32>(n[4]),
+                 at<const f32>(n[5]), eps},
+                at<f32>(a), at<f32>(b));
+}
+
 // channels, count, a, mean, invstd, total, dot
 void gradient(const std::array<Address, 7>& n, const std::array<Address, 4>& to) {
     nb::gil_scoped_release unlocked;
@@ -234,5 +242,6 @@ void bind_norm(nb::module_& m) {
     m.def("quantize_pair", &quantize_pair);
     m.def("pack_norm", &pack_norm);
     m.def("norm_coefficients", &coefficients);
+    m.def("norm_folded", &folded);
     m.def("norm_gradient", &gradient);
 }

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from byteback import ops
 from byteback.nn.activation import SHARED_RULE, Activation, Joins, Source, carry
 from byteback.nn.functional import Operands, backward_products, forward_product, output_operands, refuse_second
-from byteback.nn.inference import Deferred, Shown, can_defer
+from byteback.nn.inference import Deferred, Shown, can_defer, given_coefficients
 from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient
 from byteback.nn.pending import Stages
 from byteback.nn.products import ConvProducts
@@ -119,12 +119,12 @@ def _deferred(
     """The block of a prediction: not even its product is computed before its reader says what it wants."""
     layer, plan = call.layer, stages.plan
     operands = output_operands(x, weight, layer, call.slot)
-    normalized = folded(stages.norm, bias, weight)
+    a, b = given_coefficients(stages.norm, bias, weight)
     added = residual_of(residual, layer)
     needs_floats = plan.feeds_other or plan.feeds_pool
     size = (x.shape[0], weight.shape[0], *call.spatial)
     shown = Shown(torch.Size(size), call.strides, needs_floats)
-    source = Deferred(operands, call.products, normalized.a, normalized.b, added, stages.activation, shown)
+    source = Deferred(operands, call.products, a, b, added, stages.activation, shown)
     source.joins = Joins(False, plan.join_feeds_other)
     sources.append(source)
     if plan.feeds_other and not plan.feeds_conv and not torch.is_inference_mode_enabled():

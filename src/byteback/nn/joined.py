@@ -170,6 +170,12 @@ def _max_pool(
     return Activation(Floats(output, peak, not source.never_negative())), indices
 
 
+def _max_pool_alone(*args: Any, **options: Any) -> Any:
+    """What inference mode calls: there the operator is not taken apart first."""
+    made = _max_pool(*args, **options)
+    return made if made is NotImplemented else made[0]
+
+
 def _pair(option: Sequence[int]) -> tuple[int, int]:
     return option[0], option[-1]
 
@@ -196,3 +202,4 @@ def covers(
 
 HANDLERS[torch.ops.aten.cat.default] = _cat
 HANDLERS[torch.ops.aten.max_pool2d_with_indices.default] = _max_pool
+HANDLERS[torch.ops.aten.max_pool2d.default] = _max_pool_alone

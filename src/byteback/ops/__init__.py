@@ -16,7 +16,7 @@ import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
 from byteback.ops import schema
-from byteback.ops.coefficients import Coefficients, norm_coefficients, norm_gradient
+from byteback.ops.coefficients import Coefficients, norm_coefficients, norm_folded, norm_gradient
 from byteback.ops.finished import conv_normalize
 from byteback.ops.normalize import (
     ACTIVATIONS,
@@ -54,6 +54,7 @@ __all__ = [
     "moments",
     "noise_key",
     "norm_coefficients",
+    "norm_folded",
     "norm_gradient",
     "normalize",
     "normalize_grad",
