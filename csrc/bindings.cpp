@@ -17,6 +17,7 @@
 #include "plan.h"
 #include "rows.h"
 #include "self_check.h"
+#include "shape_numbers.h"
 #ifdef BYTEBACK_AVX2
 #include "avx2.h"
 #endif
@@ -29,19 +30,11 @@ void bind_norm(nb::module_&);  // bindings_norm.cpp
 namespace {
 
 using Address = uintptr_t;
-using ShapeNumbers = std::array<s64, 22>;
 using RowNumbers = std::array<s64, 6>;
 
 template <class T>
 T* at(Address address) {
     return reinterpret_cast<T*>(address);
-}
-
-ConvShape shape_of(const ShapeNumbers& n) {
-    ConvShape s{n[0], n[1], n[2], n[3], {}, {}, {}, {}, {}, {}};
-    s64(*arrays[])[3] = {&s.in, &s.kernel, &s.out, &s.stride, &s.padding, &s.dilation};
-    for (size_t i = 0; i < 6; ++i) std::copy_n(n.begin() + 4 + 3 * static_cast<long>(i), 3, *arrays[i]);
-    return s;
 }
 
 Rows rows_of(const RowNumbers& n) { return {n[0], n[1], n[2], n[3], n[4], n[5]}; }

@@ -2,18 +2,23 @@
 // The passes of norm.h for Python (ops/normalize_native.py). An address of 0 stands for a tensor that is not there.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
 #include <array>
 #include <numeric>
+#include <string>
 #include <tuple>
 #include <vector>
 
+#include "conv.h"
+#include "epilogue.h"
 #include "magnitude.h"
 #include "norm.h"
 #include "norm_coefficients.h"
 #include "path.h"
 #include "rows.h"
+#include "shape_numbers.h"
 
 namespace nb = nanobind;
 using namespace byteback;
@@ -49,8 +54,16 @@ void write_counts(const Report& report, Address counts) {
     at<s64>(counts)[1] = report.nonfinite;
 }
 
-Forward forward_of(s64 rows, s64 channels, Address x, Address a, Address b, Address residual, int activation) {
-    return {rows, channels, at<const f32>(x), at<const f32>(a), at<const f32>(b), at<const f32>(residual),
+// A residual that has a scale is int8.
+Forward forward_of(s64 rows, s64 channels, Address x, Address a, Address b, Address residual, Address scale, int activation) {
+    return {rows,
+            channels,
+            at<const f32>(x),
+            at<const f32>(a),
+            at<const f32>(b),
+            at<const f32>(scale ? 0 : residual),
+            at<const s8>(scale ? residual : 0),
+            scale ? *at<const f32>(scale) : 0.0f,
             static_cast<Activation>(activation)};
 }
 
@@ -70,20 +83,22 @@ void channel_stats(int path, s64 rows, s64 channels, Address x, Address total, A
                   at<f32>(high), threads);
 }
 
-void normalize_peak(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual, int activation,
-                    Address peak, int threads) {
+void normalize_peak(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual,
+                    Address residual_scale, int activation, Address peak, int threads) {
     nb::gil_scoped_release unlocked;
-    *at<f32>(peak) = BYTEBACK_CALL(normalize_peak, forward_of(rows, channels, x, a, b, residual, activation), threads);
+    const Forward from = forward_of(rows, channels, x, a, b, residual, residual_scale, activation);
+    *at<f32>(peak) = BYTEBACK_CALL(normalize_peak, from, threads);
 }
 
-void normalize(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual, int activation,
-               Address clip, Address values, Address scale, Address counts, Address output, Address mask, Address kept,
-               int kind, Address step, Address centre, int threads) {
+void normalize(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual,
+               Address residual_scale, int activation, Address clip, Address values, Address scale, Address counts, Address output, Address mask, Address kept,
+               int kind, Address step, Address centre, s64 pitch, int threads) {
     nb::gil_scoped_release unlocked;
     const f32 bound = clip ? *at<const f32>(clip) : 0.0f;
     const Outcome to{at<f32>(output), at<u8>(mask), at<s8>(values), bound, at<void>(kept), static_cast<Stored>(kind),
-                     at<const f32>(step), at<const f32>(centre)};
-    const Report seen = BYTEBACK_CALL(normalize, forward_of(rows, channels, x, a, b, residual, activation), to, threads);
+                     at<const f32>(step), at<const f32>(centre), pitch};
+    const Forward from = forward_of(rows, channels, x, a, b, residual, residual_scale, activation);
+    const Report seen = BYTEBACK_CALL(normalize, from, to, threads);
     if (!clip) return;
     write_scales(&bound, 1, at<f32>(scale));
     write_counts(seen, counts);
@@ -164,8 +179,51 @@ void pack_norm(int path, s64 rows, s64 channels, Address x, Address kept, int ki
                int threads) {
     nb::gil_scoped_release unlocked;
     const Outcome to{nullptr, nullptr, nullptr, 0.0f, at<void>(kept), static_cast<Stored>(kind), at<const f32>(step),
-                     at<const f32>(centre)};
+                     at<const f32>(centre), channels};
     BYTEBACK_CALL(pack_norm, rows, channels, at<const f32>(x), to, threads);
+}
+
+// The output of a convolution and `normalize` of it, which is never written. The kernel's name; empty where none can do that.
+// Scales as in bindings.cpp's run_product.
+std::string conv_normalize(int path, const ShapeNumbers& numbers, Address x, Address w, const std::array<Address, 2>& scales,
+                           const std::array<s64, 2>& strides, const std::array<Address, 4>& vectors, int activation, Address clip,
+                           Address values, Address scale, Address counts, Address output, s64 pitch, int threads) {
+#ifdef BYTEBACK_AVX2
+    nb::gil_scoped_release unlocked;
+    struct Call {
+        Path path;
+        ConvShape shape;
+        const s8 *x, *w;
+        Factor factor;
+        int threads;
+        const char* kernel;
+    };
+    const f32 single = scales[1] ? *at<const f32>(scales[0]) * *at<const f32>(scales[1]) : 0.0f;
+    const Factor factor{scales[1] ? &single : at<const f32>(scales[0]), strides[0], strides[1]};
+    Call call{static_cast<Path>(path), shape_of(numbers), at<const s8>(x), at<const s8>(w), factor, threads, nullptr};
+    if (call.path == Path::generic) return "";
+    const s64 rows = call.shape.batch * call.shape.out_pixels(), channels = call.shape.out_channels;
+    const f32 bound = clip ? *at<const f32>(clip) : 0.0f;
+    const Forward from = forward_of(rows, channels, 0, vectors[0], vectors[1], vectors[2], vectors[3], activation);
+    const Outcome to{at<f32>(output), nullptr, at<s8>(values), bound, nullptr, Stored::f32, nullptr, nullptr, pitch};
+    const Report seen = avx2::with_epilogue(
+        from, to, threads,
+        [](const Epilogue& finish, void* context) {
+            Call& c = *static_cast<Call*>(context);
+            c.kernel = conv_finished(c.path, c.shape, c.x, c.w, c.factor, finish, c.threads);
+        },
+        &call);
+    if (!call.kernel) return "";
+    if (clip) {
+        write_scales(&bound, 1, at<f32>(scale));
+        write_counts(seen, counts);
+    }
+    return call.kernel;
+#else
+    (void)path, (void)numbers, (void)x, (void)w, (void)scales, (void)strides, (void)vectors, (void)activation, (void)clip;
+    (void)values, (void)scale, (void)counts, (void)output, (void)pitch, (void)threads;
+    return "";
+#endif
 }
 
 // channels, count, total, squares, low, high, gamma, beta, bias, running mean, running variance
@@ -176,6 +234,14 @@ void coefficients(const std::array<Address, 11>& n, f64 eps, f64 momentum, bool 
                        at<const f32>(n[4]), at<const f32>(n[5]), at<const f32>(n[6]), at<const f32>(n[7]), at<const f32>(n[8]),
                        eps, momentum, at<f32>(n[9]), at<f32>(n[10]), ceiling, floor},
                       {at<f32>(to[0]), at<f32>(to[1]), at<f64>(to[2]), at<f64>(to[3]), at<f32>(to[4])});
+}
+
+// channels, mean, var, gamma, beta, bias
+void folded(const std::array<Address, 6>& n, double eps, Address a, Address b) {
+    nb::gil_scoped_release unlocked;
+    norm_folded({static_cast<s64>(n[0]), at<const f32>(n[1]), at<const f32>(n[2]), at<const f32>(n[3]), at<const f32>(n[4]),
+                 at<const f32>(n[5]), eps},
+                at<f32>(a), at<f32>(b));
 }
 
 // channels, count, a, mean, invstd, total, dot
@@ -192,6 +258,7 @@ void bind_norm(nb::module_& m) {
     m.def("channel_stats", &channel_stats);
     m.def("normalize_peak", &normalize_peak);
     m.def("normalize", &normalize);
+    m.def("conv_normalize", &conv_normalize);
     m.def("normalize_grad_sums", &normalize_grad_sums);
     m.def("normalize_grad", &normalize_grad);
     m.def("normalize_grad_quantize", &normalize_grad_quantize);
@@ -201,5 +268,6 @@ void bind_norm(nb::module_& m) {
     m.def("quantize_pair", &quantize_pair);
     m.def("pack_norm", &pack_norm);
     m.def("norm_coefficients", &coefficients);
+    m.def("norm_folded", &folded);
     m.def("norm_gradient", &gradient);
 }

@@ -12,27 +12,43 @@
 
 namespace byteback {
 
-const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+namespace {
+
+// By a vector kernel: its name, or null where none serves.
+const char* vector_output(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads,
+                          const Epilogue* finish) {
 #ifdef BYTEBACK_AVX2
     const Plan plan = make_plan(s, ProductKind::output, path);
     switch (plan.algorithm) {
-        case Algorithm::depthwise: avx2::depthwise_output(s, x, w, factor, y, threads); return "avx2/depthwise";
-        case Algorithm::winograd: avx2::winograd_output(s, x, w, factor, y, threads); return "avx2/winograd";
+        case Algorithm::depthwise: avx2::depthwise_output(s, x, w, factor, y, threads, finish); return "avx2/depthwise";
+        case Algorithm::winograd: avx2::winograd_output(s, x, w, factor, y, threads, finish); return "avx2/winograd";
         case Algorithm::gemm: {
             const bool nonnegative = !avx2::any_negative(x, s.batch * s.in_pixels() * s.in_channels, threads);
-            avx2::gemm_output(s, x, w, factor, y, nonnegative, threads);
+            avx2::gemm_output(s, x, w, factor, y, nonnegative, threads, finish);
             return nonnegative ? "avx2/gemm_u8" : "avx2/gemm_s16";
         }
 #ifdef BYTEBACK_AVX512VNNI
-        case Algorithm::gemm_vnni: avx512vnni::gemm_output(s, x, w, factor, y, threads); return "avx512vnni/gemm_s8";
-        case Algorithm::winograd_vnni: avx512vnni::winograd_output(s, x, w, factor, y, threads); return "avx512vnni/winograd";
+        case Algorithm::gemm_vnni: avx512vnni::gemm_output(s, x, w, factor, y, threads, finish); return "avx512vnni/gemm_s8";
+        case Algorithm::winograd_vnni: avx512vnni::winograd_output(s, x, w, factor, y, threads, finish); return "avx512vnni/winograd";
 #endif
         default: break;
     }
 #endif
-    (void)path;
+    (void)path, (void)s, (void)x, (void)w, (void)factor, (void)y, (void)threads, (void)finish;
+    return nullptr;
+}
+
+}  // namespace
+
+const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+    if (const char* kernel = vector_output(path, s, x, w, factor, y, threads, nullptr)) return kernel;
     generic::conv_output(s, x, w, factor, y, threads);
     return "generic/direct";
+}
+
+const char* conv_finished(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, const Epilogue& finish,
+                          int threads) {
+    return vector_output(path, s, x, w, factor, nullptr, threads, &finish);
 }
 
 const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {

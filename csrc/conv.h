@@ -2,6 +2,7 @@
 // The three products as the outside sees them: they ask the planner and call the kernel that it chose.
 #pragma once
 
+#include "epilogue.h"
 #include "path.h"
 #include "types.h"
 
@@ -11,5 +12,8 @@ namespace byteback {
 const char* conv_output(Path, const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads);
 const char* conv_grad_input(Path, const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
 const char* conv_grad_weight(Path, const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
+
+// The output in the hands of an epilogue; null where no kernel of the path can do that, and then nothing was done.
+const char* conv_finished(Path, const ConvShape&, const s8* x, const s8* w, Factor, const Epilogue&, int threads);
 
 }  // namespace byteback

@@ -23,13 +23,14 @@ bool depthwise_fits(const ConvShape& s) {
     return s.groups == s.in_channels && s.groups == s.out_channels && s.taps() <= kInt32Depth;
 }
 
-void depthwise_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+void depthwise_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads,
+                      const Epilogue* finish) {
     if (s.batch * s.out_pixels() * s.in_channels == 0) return;
-    if (!is_stencil(s)) return tap_route(tap_product(s, false), s.batch, x, w, factor, y, threads);
+    if (!is_stencil(s)) return tap_route(tap_product(s, false), s.batch, x, w, factor, y, threads, finish);
     const Images im = planes_of(s, s.in, s.out);
-    if (s.kernel[1] == 3) stencil_output<3>(s, im, x, w, factor, y, threads);
-    if (s.kernel[1] == 5) stencil_output<5>(s, im, x, w, factor, y, threads);
-    if (s.kernel[1] == 7) stencil_output<7>(s, im, x, w, factor, y, threads);
+    if (s.kernel[1] == 3) stencil_output<3>(s, im, x, w, factor, y, threads, finish);
+    if (s.kernel[1] == 5) stencil_output<5>(s, im, x, w, factor, y, threads, finish);
+    if (s.kernel[1] == 7) stencil_output<7>(s, im, x, w, factor, y, threads, finish);
 }
 
 void depthwise_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "avx2.h"
+#include "epilogue.h"
 #include "parallel.h"
 
 namespace byteback::avx2 {

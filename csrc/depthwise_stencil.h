@@ -182,12 +182,13 @@ class StencilRun {
     using Columns = typename S::Columns;
 
 public:
-    StencilRun(const Images& im, const s8* source, const s16* weights, Factor factor, f32* destination)
-        : im_(im), span_(stencil_span<S>(im)), source_(source), weights_(weights), factor_(factor), destination_(destination),
-          tiles_(ceil_div(im.to[1], Columns::kOuts)), streaming_(streams(im, destination)),
+    StencilRun(const Images& im, const s8* source, const s16* weights, Factor factor, f32* destination, const Epilogue* finish)
+        : im_(im), finish_(finish), span_(stencil_span<S>(im)), source_(source), weights_(weights), factor_(factor), destination_(destination),
+          tiles_(ceil_div(im.to[1], Columns::kOuts)), streaming_(!finish && streams(im, destination)),
           memory_(scratch<ThreadScratch>(static_cast<size_t>(bytes()))),
           ring_(span_, memory_.take<s16>(PairRing<S>::kSlots * span_.size())),
-          factors_(memory_.take<f32>(round_up(im.channels, 16))), spare_(memory_.take<f32>(spare_size())) {}
+          factors_(memory_.take<f32>(round_up(im.channels, 16))), spare_(memory_.take<f32>(spare_size())),
+          own_(memory_.take<f32>(own_size())) {}
 
     void rows(s64 begin, s64 end) {
         const s64 per_frame = ceil_div(im_.to[0], Rows::kOuts);
@@ -215,8 +216,9 @@ private:
     s64 spare_size() const { return im_.to[1] * im_.channels; }
     s64 bytes() const {
         return Carver::bytes<s16>(PairRing<S>::kSlots * span_.size()) + Carver::bytes<f32>(round_up(im_.channels, 16)) +
-               Carver::bytes<f32>(spare_size());
+               Carver::bytes<f32>(spare_size()) + Carver::bytes<f32>(own_size());
     }
+    s64 own_size() const { return finish_ ? Rows::kOuts * im_.to[1] * im_.channels : 0; }  // a row of tiles
 
     const s8* source_row(s64 frame, s64 row) const {
         if (row < 0 || row >= im_.from[0]) return nullptr;
@@ -238,6 +240,14 @@ private:
             for (; block < last; ++block) store_block(frame, tile_row, block);
         }
         for (int m = 0; m < S::kPairs; ++m) ring_.now_holds(ring_.key(tile_row, m));
+        if (finish_) finish_row(frame, tile_row * Rows::kOuts);
+    }
+
+    // Hands a row of tiles to the epilogue.
+    void finish_row(s64 frame, s64 row) const {
+        const s64 pixels = std::min<s64>(Rows::kOuts, im_.to[0] - row) * im_.to[1];
+        const s64 first = (frame * im_.to[0] + row) * im_.to[1];
+        for (s64 i = 0; i < pixels; ++i) (*finish_)(first + i, 0, im_.channels, own_ + i * im_.channels);
     }
 
     // `count` tiles of one block from `tile` on, to out[r], where pixels lie pixel_stride apart.
@@ -250,6 +260,7 @@ private:
     }
 
     f32* pixel(s64 frame, s64 row, s64 column, s64 block) const {
+        if (finish_) return own_ + (row % Rows::kOuts * im_.to[1] + column) * im_.channels + block * kBlock;
         return destination_ + ((frame * im_.to[0] + row) * im_.to[1] + column) * im_.channels + block * kBlock;
     }
 
@@ -299,6 +310,7 @@ private:
     }
 
     const Images im_;
+    const Epilogue* const finish_;
     const Span span_;
     const s8* const source_;
     const s16* const weights_;
@@ -310,16 +322,18 @@ private:
     PairRing<S> ring_;
     f32* const factors_;
     f32* const spare_;
+    f32* const own_;
 };
 
 template <class S>
-void stencil(const Images& im, const s8* source, const s8* w, Factor factor, f32* destination, int threads) {
+void stencil(const Images& im, const s8* source, const s8* w, Factor factor, f32* destination, int threads,
+             const Epilogue* finish = nullptr) {
     const s64 blocks = ceil_div(im.channels, kBlock), block_size = S::kIndex.count * kCell;
     s16* weights = reinterpret_cast<s16*>(scratch<SharedScratch>(static_cast<size_t>(blocks * block_size) * sizeof(s16)));
     for (s64 b = 0; b < blocks; ++b)
         pack_stencil_block<S>(w + b * kBlock * S::kTaps, std::min(kBlock, im.channels - b * kBlock), weights + b * block_size);
     parallel_ranges(threads, im.frames * ceil_div(im.to[0], S::Rows::kOuts), [&](int, s64 begin, s64 end) {
-        StencilRun<S>(im, source, weights, factor, destination).rows(begin, end);
+        StencilRun<S>(im, source, weights, factor, destination, finish).rows(begin, end);
     });
 }
 
@@ -337,12 +351,13 @@ Images planes_of(const ConvShape& s, const s64 (&from)[3], const s64 (&to)[3]) {
 }
 
 template <int K>
-void stencil_output(const ConvShape& s, const Images& im, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+void stencil_output(const ConvShape& s, const Images& im, const s8* x, const s8* w, Factor factor, f32* y, int threads,
+                    const Epilogue* finish) {
     constexpr int kColumns = K == 3 ? 1 : 2;  // the weights of larger kernels do not fit the registers: use each load twice
     if (s.stride[1] == 1)
-        stencil<Stencil<OutputAxis<K, 1, 2>, OutputAxis<K, 1, kColumns>>>(im, x, w, factor, y, threads);
+        stencil<Stencil<OutputAxis<K, 1, 2>, OutputAxis<K, 1, kColumns>>>(im, x, w, factor, y, threads, finish);
     else
-        stencil<Stencil<OutputAxis<K, 2, 2>, OutputAxis<K, 2, 1>>>(im, x, w, factor, y, threads);
+        stencil<Stencil<OutputAxis<K, 2, 2>, OutputAxis<K, 2, 1>>>(im, x, w, factor, y, threads, finish);
 }
 
 template <int K>

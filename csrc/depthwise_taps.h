@@ -99,13 +99,15 @@ void tap_vector(const std::vector<Met>& met, s64 c, s64 lanes, const f32* factor
     }
 }
 
-void tap_route(const TapProduct& p, s64 batch, const s8* source, const s8* w, Factor factor, f32* destination, int threads) {
+void tap_route(const TapProduct& p, s64 batch, const s8* source, const s8* w, Factor factor, f32* destination, int threads,
+               const Epilogue* finish = nullptr) {
     const s64 C = p.channels, padded = round_up(C, 16), taps = p.taps(), pixels = p.to_pixels();
     s16* weights = reinterpret_cast<s16*>(scratch<SharedScratch>(static_cast<size_t>(taps * padded) * sizeof(s16)));
     for (s64 t = 0; t < taps; ++t)
         for (s64 c = 0; c < padded; ++c) weights[t * padded + c] = c < C ? w[c * taps + t] : s16{0};
     parallel_ranges(threads, batch * pixels, [&](int, s64 begin, s64 end) {
         f32* factors = reinterpret_cast<f32*>(scratch<ThreadScratch>(static_cast<size_t>(padded) * sizeof(f32)));
+        std::vector<f32> own(finish ? static_cast<size_t>(C) : 0);
         std::vector<Met> met;
         met.reserve(static_cast<size_t>(taps));
         s64 sample = -1;
@@ -118,10 +120,11 @@ void tap_route(const TapProduct& p, s64 batch, const s8* source, const s8* w, Fa
             const s64 at[3] = {flat / (p.to[1] * p.to[2]), flat / p.to[2] % p.to[1], flat % p.to[2]};
             met.clear();
             meet(p, at, source + sample * p.from_pixels() * C, weights, padded, met);
-            f32* out = destination + pixel * C;
+            f32* out = finish ? own.data() : destination + pixel * C;
             s64 c = 0;
             for (; c + 16 <= C; c += 16) tap_vector<true>(met, c, 16, factors, out);
             if (c < C) tap_vector<false>(met, c, C - c, factors, out);
+            if (finish) (*finish)(pixel, 0, C, out);
         }
     });
 }

@@ -7,11 +7,12 @@
 
 namespace byteback::avx2 {
 
-void gemm_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, bool nonnegative, int threads) {
+void gemm_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, bool nonnegative, int threads,
+                 const Epilogue* finish) {
     if (nonnegative)
-        run_output<UnsignedQuads>(s, x, w, factor, y, threads);
+        run_output<UnsignedQuads>(s, x, w, factor, y, threads, finish);
     else
-        run_output<SignedPairs>(s, x, w, factor, y, threads);
+        run_output<SignedPairs>(s, x, w, factor, y, threads, finish);
 }
 
 void gemm_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {

@@ -12,6 +12,7 @@
 
 #include <vector>
 
+#include "epilogue.h"
 #include "gather.h"
 #include "gemm_micro_avx2.h"
 #include "parallel.h"
@@ -32,6 +33,7 @@ struct Product {
     s64 result_channels, result_begin, columns;
     s64 result_start[3], result_step[3];
     Factor factor;
+    const Epilogue* finish;  // null, or what gets the product's rows instead of `result`
 
     s64 grid_pixels() const { return grid[0] * grid[1] * grid[2]; }
 };
@@ -134,11 +136,15 @@ PackedWeights pack_weights(const Product& p, const Weights& w, s64 padded, int t
     return {packed, starts};
 }
 
-f32* result_of(const Product& p, const Pixel& pixel) {
+s64 row_of(const Product& p, const Pixel& pixel) {
     s64 flat = pixel.n;
     for (int axis = 0; axis < 3; ++axis)
         flat = flat * p.result_size[axis] + p.result_start[axis] + pixel.at[axis] * p.result_step[axis];
-    return p.result + flat * p.result_channels + p.result_begin;
+    return flat;
+}
+
+f32* result_of(const Product& p, const Pixel& pixel) {
+    return p.result + row_of(p, pixel) * p.result_channels + p.result_begin;
 }
 
 void write_row(const Product& p, const s32* sums, s64 n, f32* to) {
@@ -157,6 +163,7 @@ void write_row(const Product& p, const s64* sums, s64 n, f32* to) {
 }
 
 struct BlockScratch {};
+struct FinishScratch {};
 
 template <class Micro>
 class Runner {
@@ -176,7 +183,7 @@ public:
     void run(int threads) {
         // One depth block and full panels: the sums are final when they leave the registers.
         const bool direct = blocks.size() == 1 && p.columns % kColumns == 0 && p.factor.row == 0;
-        const s64 c_bytes = direct ? 0 : padded_columns * 4;
+        const s64 c_bytes = direct && !p.finish ? 0 : padded_columns * 4;
         // Every block ends in the second-level cache, and every thread gets as many blocks as the others.
         s64 each = Micro::kRows * 16;
         while (each > Micro::kRows * 4 && each * (widest * Micro::kBytes + c_bytes) > kBlockBytes) each -= Micro::kRows;
@@ -196,10 +203,11 @@ private:
         char* A = scratch<BlockScratch>(static_cast<size_t>(round_up(count, Micro::kRows) * stride + 64));
         gather(blocks[0], first, count, A);
         std::vector<f32*> to(static_cast<size_t>(count));
-        bool aligned = rows * p.columns * 4 > kStreamBytes;
+        f32* own = p.finish ? floats(count * p.columns) : nullptr;
+        bool aligned = !own && rows * p.columns * 4 > kStreamBytes;
         Pixel pixel = pixel_of(first, p.grid);
         for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
-            to[static_cast<size_t>(i)] = result_of(p, pixel);
+            to[static_cast<size_t>(i)] = own ? own + i * p.columns : result_of(p, pixel);
             aligned = aligned && reinterpret_cast<uintptr_t>(to[static_cast<size_t>(i)]) % 64 == 0;
         }
         const s64 steps = blocks[0].length / Micro::kUnit;
@@ -215,7 +223,13 @@ private:
             }
         }
         if (aligned) _mm_sfence();
+        pixel = pixel_of(first, p.grid);
+        for (s64 i = 0; own && i < count; ++i, next_pixel(pixel, p.grid)) finish(pixel, own + i * p.columns);
     }
+
+    static f32* floats(s64 count) { return reinterpret_cast<f32*>(scratch<FinishScratch>(static_cast<size_t>(count) * 4)); }
+
+    void finish(const Pixel& pixel, const f32* row) const { (*p.finish)(row_of(p, pixel), p.result_begin, p.columns, row); }
 
     void run_block(s64 first, s64 count) {
         const s64 padded_rows = round_up(count, Micro::kRows);
@@ -236,11 +250,14 @@ private:
         }
         if (deep) widen(C, count, wide);
         Pixel pixel = pixel_of(first, p.grid);
+        f32* own = p.finish ? floats(p.columns) : nullptr;
         for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
+            f32* to = own ? own : result_of(p, pixel);
             if (deep)
-                write_row(p, wide.data() + i * padded_columns, pixel.n, result_of(p, pixel));
+                write_row(p, wide.data() + i * padded_columns, pixel.n, to);
             else
-                write_row(p, C + i * padded_columns, pixel.n, result_of(p, pixel));
+                write_row(p, C + i * padded_columns, pixel.n, to);
+            if (own) finish(pixel, own);
         }
     }
 
@@ -283,12 +300,13 @@ void run_product(const Product& p, const Weights& w, int threads) {
 }
 
 template <class Micro>
-void output_group(const ConvShape& s, s64 group, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+void output_group(const ConvShape& s, s64 group, const s8* x, const s8* w, Factor factor, f32* y, int threads,
+                  const Epilogue* finish) {
     const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
     Product p{};
     p.taps = forward_taps(s);
     p.from = Gather(x, s.in, s.in_channels, group * C, C, s.stride, p.taps);
-    p.depth = C, p.batch = s.batch, p.factor = factor;
+    p.depth = C, p.batch = s.batch, p.factor = factor, p.finish = finish;
     p.result = y, p.result_size = s.out, p.result_channels = s.out_channels, p.result_begin = group * K, p.columns = K;
     for (int axis = 0; axis < 3; ++axis) {
         p.grid[axis] = s.out[axis];
@@ -361,8 +379,8 @@ void run_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor,
 }
 
 template <class Micro>
-void run_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
-    for (s64 group = 0; group < s.groups; ++group) output_group<Micro>(s, group, x, w, factor, y, threads);
+void run_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads, const Epilogue* finish) {
+    for (s64 group = 0; group < s.groups; ++group) output_group<Micro>(s, group, x, w, factor, y, threads, finish);
 }
 
 }  // namespace

@@ -22,10 +22,12 @@ struct Kept {
     const f32* centre;
 };
 
-// z = a * x + b, + residual where there is one; the value is activation(z).
+// z = a * x + b, + residual where there is one, as floats or as float(values) * scale; the value is activation(z).
 struct Forward {
     s64 rows, channels;
     const f32 *x, *a, *b, *residual;
+    const s8* residual_values;
+    f32 residual_scale;
     Activation activation;
 };
 
@@ -38,6 +40,7 @@ struct Outcome {
     void* kept;  // x as bf16 or as round((x - centre) * (1 / step)), for backward
     Stored kind;
     const f32 *step, *centre;
+    s64 pitch;  // elements from one row of output and values to the next; more than channels where others share the row
 };
 
 // What decides which gradient passes: everything, the bits of a mask, or z = a * x + b again.

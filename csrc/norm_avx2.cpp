@@ -9,16 +9,10 @@ namespace byteback::avx2 {
 
 namespace {
 
-// z = a * x + b, + residual; from the run's first element on.
-template <class Lanes>
-BYTEBACK_INLINE __m256 forward_z(const Forward& run, s64 e, __m256 x, Lanes lanes) {
-    const __m256 z = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(run.a + e), x), _mm256_loadu_ps(run.b + e));
-    return run.residual ? _mm256_add_ps(z, lanes.load(run.residual + e)) : z;
-}
-
 Forward started(Forward from, s64 row) {
     from.x += row * from.channels;
     if (from.residual) from.residual += row * from.channels;
+    if (from.residual_values) from.residual_values += row * from.channels;
     return from;
 }
 
@@ -83,11 +77,14 @@ struct ApplyKernel {
     Clip clip;
     Tally tally;
     Keeper keeper;
-    s64 at = 0, mask_row = 0;
+    s64 at = 0, result = 0, mask_row = 0;
     bool stream;
 
     ApplyKernel(const Forward& from, const Outcome& outcome, s64 together)
-        : whole(from), to(outcome), clip(outcome.clip), stream(should_stream(to.output, from.rows, from.channels, 8)) {
+        : whole(from),
+          to(outcome),
+          clip(outcome.clip),
+          stream(to.pitch == from.channels && should_stream(to.output, from.rows, from.channels, 8)) {
         const Constants k({from.a, from.b, outcome.centre, nullptr}, from.channels, together);
         whole.a = k[0], whole.b = k[1];
         fill_inverse(outcome, from.channels, together, k[3]);
@@ -97,6 +94,7 @@ struct ApplyKernel {
     BYTEBACK_INLINE void start(s64 row) {
         run = started(whole, row);
         at = row * whole.channels;
+        result = row * to.pitch;
         mask_row = row * mask_width(whole.channels);
     }
 
@@ -109,7 +107,7 @@ struct ApplyKernel {
             const __m256 x = lanes.load(run.x + e + 8 * v), z = forward_z(run, e + 8 * v, x, lanes);
             value[v] = activate<activation>(z);
             if (to.mask) mask |= static_cast<u32>(_mm256_movemask_ps(lanes.only(passes<activation>(z)))) << 8 * v;
-            if (to.output) put(to.output + at + e + 8 * v, value[v], stream, lanes);
+            if (to.output) put(to.output + result + e + 8 * v, value[v], stream, lanes);
             if (keeper.values) keeper.keep(at + e + 8 * v, e + 8 * v, x, lanes);
         }
         if (to.mask) std::memcpy(to.mask + mask_row + e / 8, &mask, V);
@@ -119,7 +117,7 @@ struct ApplyKernel {
         __m256i q[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) q[v] = _mm256_cvtps_epi32(tally.scaled(value[v], clip, special));
-        store_bytes(to.values + at + e, q, lanes);
+        store_bytes(to.values + result + e, q, lanes);
     }
     BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
     template <class Lanes>
@@ -220,7 +218,7 @@ Report normalize(const Forward& from, const Outcome& to, int threads) {
         using Kernel = ApplyKernel<decltype(activation)::is>;
         walk_rows(
             from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, to, together); },
-            [&](int thread, const Kernel& kernel) { parts[thread] = kernel.tally.report(); });
+            [&](int thread, const Kernel& kernel) { parts[thread] = kernel.tally.report(); }, to.pitch == from.channels);
     });
     return joined(parts);
 }

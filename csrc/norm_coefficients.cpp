@@ -46,6 +46,18 @@ void norm_coefficients(const NormInput& in, const NormOutput& out) {
     *out.peak = peak;
 }
 
+void norm_folded(const GivenNorm& in, f32* to_a, f32* to_b) {
+    for (s64 c = 0; c < in.channels; ++c) {
+        const f64 bias = in.bias ? static_cast<f64>(in.bias[c]) : 0.0, given = static_cast<f64>(in.mean[c]);
+        const f64 mean = in.bias ? given - bias : given;
+        const f64 invstd = 1.0 / std::sqrt(static_cast<f64>(in.var[c]) + in.eps);
+        const f32 a = static_cast<f32>(in.gamma ? static_cast<f64>(in.gamma[c]) * invstd : invstd);
+        const f64 shift = mean * static_cast<f64>(a);
+        to_a[c] = a;
+        to_b[c] = static_cast<f32>(in.beta ? static_cast<f64>(in.beta[c]) - shift : -shift);
+    }
+}
+
 void norm_gradient(const NormSums& in, const NormGradient& out) {
     const f64 share = -1.0 / static_cast<f64>(in.count);
     for (s64 c = 0; c < in.channels; ++c) {

@@ -26,6 +26,15 @@ struct NormOutput {
 
 void norm_coefficients(const NormInput&, const NormOutput&);
 
+// A norm whose statistics are given: a and b only.
+struct GivenNorm {
+    s64 channels;
+    const f32 *mean, *var, *gamma, *beta, *bias;  // gamma, beta and bias null where there is none
+    f64 eps;
+};
+
+void norm_folded(const GivenNorm&, f32* a, f32* b);
+
 struct NormSums {
     s64 channels, count;
     const f32* a;

@@ -117,6 +117,10 @@ void keep(const Outcome& to, f32 x, s64 at, s64 c) {
 f32 forward_z(const Forward& f, s64 at, s64 c) {
     f32 z = f.a[c] * f.x[at];
     z = z + f.b[c];
+    if (f.residual_values) {
+        const f32 residual = static_cast<f32>(f.residual_values[at]) * f.residual_scale;
+        return z + residual;
+    }
     return f.residual ? z + f.residual[at] : z;
 }
 
@@ -193,11 +197,11 @@ f32 normalize_peak(const Forward& f, int threads) {
 Report normalize(const Forward& f, const Outcome& to, int threads) {
     if (to.mask) std::memset(to.mask, 0, f.rows * mask_width(f.channels));
     return each_element(f.rows, f.channels, threads, [&](s64 row, s64 c, Report& seen) {
-        const s64 at = row * f.channels + c;
+        const s64 at = row * f.channels + c, result = row * to.pitch + c;
         const f32 z = forward_z(f, at, c), value = activate(f.activation, z);
-        if (to.output) to.output[at] = value;
+        if (to.output) to.output[result] = value;
         if (to.mask && passes(f.activation, z)) to.mask[row * mask_width(f.channels) + c / 8] |= static_cast<u8>(1 << c % 8);
-        if (to.values) to.values[at] = quantized(value, to.clip, -1.0f, seen);
+        if (to.values) to.values[result] = quantized(value, to.clip, -1.0f, seen);
         if (to.kept) keep(to, f.x[at], at, c);
     });
 }

@@ -48,15 +48,25 @@ inline Constants constants_of(const Backward& from, s64 together) {
     return Constants({from.a, from.b, from.p, from.q, from.r, from.x.step, from.x.centre}, from.channels, together);
 }
 
+// z = a * x + b, + residual; from the run's first element on.
+template <class Lanes>
+BYTEBACK_INLINE __m256 forward_z(const Forward& run, s64 e, __m256 x, Lanes lanes) {
+    const __m256 z = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(run.a + e), x), _mm256_loadu_ps(run.b + e));
+    if (run.residual) return _mm256_add_ps(z, lanes.load(run.residual + e));
+    if (!run.residual_values) return z;
+    const __m256 q = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lanes.bytes(run.residual_values + e)));
+    return _mm256_add_ps(z, _mm256_mul_ps(q, all(run.residual_scale)));
+}
+
 // ---- in the order of memory ------------------------------------------------------------------------------------------
 
 struct Periods {
     s64 rows, channels, together, chunk;
 
-    Periods(s64 all_rows, s64 all_channels) : rows(all_rows), channels(all_channels), together(1) {
+    Periods(s64 all_rows, s64 all_channels, bool dense) : rows(all_rows), channels(all_channels), together(1) {
         constexpr s64 kLength = 512;  // elements of a period
         // A mask's bytes and a hash's pairs run on from row to row only if no row ends within them.
-        if (channels % 8 == 0 && channels < kLength) together = kLength / channels;
+        if (dense && channels % 8 == 0 && channels < kLength) together = kLength / channels;
         chunk = round_up(ceil_div(kUnitWork, channels), together);
     }
 
@@ -64,10 +74,11 @@ struct Periods {
 };
 
 // Each thread makes its kernel (`make(together)`), which then sees every run of its rows: start(row), then block(e) for 32
-// elements and vector(e, lanes) for what is left over, e counting from the start of the run; at last done(thread, kernel).
+// elements and vector(e, lanes) for what is left over, e counting from the start of the run; at last done(thread, kernel). Rows that are
+// not `dense` in every tensor are taken one by one.
 template <class Make, class Done>
-void walk_rows(s64 rows, s64 channels, int threads, const Make& make, const Done& done) {
-    const Periods periods(rows, channels);
+void walk_rows(s64 rows, s64 channels, int threads, const Make& make, const Done& done, bool dense = true) {
+    const Periods periods(rows, channels, dense);
     parallel_ranges(useful_threads(threads, rows * channels), periods.units(), [&](int thread, s64 begin, s64 end) {
         auto kernel = make(periods.together);
         const s64 last = end * periods.chunk < rows ? end * periods.chunk : rows;

@@ -17,8 +17,8 @@ bool winograd_fits(const ConvShape& s) {
     return s.in_channels > 0 && s.out_channels > 0 && 9 * std::max(s.in_channels, s.out_channels) <= kInt32Depth;
 }
 
-void winograd_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
-    run_output(s, x, w, factor, y, threads);
+void winograd_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads, const Epilogue* finish) {
+    run_output(s, x, w, factor, y, threads, finish);
 }
 
 void winograd_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {

@@ -8,8 +8,8 @@
 
 namespace byteback::avx512vnni {
 
-void winograd_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
-    run_output(s, x, w, factor, y, threads);
+void winograd_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads, const Epilogue* finish) {
+    run_output(s, x, w, factor, y, threads, finish);
 }
 
 void winograd_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {

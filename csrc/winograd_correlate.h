@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "epilogue.h"
 #include "parallel.h"
 #include "winograd_memory.h"
 #include "winograd_transform.h"
@@ -32,6 +33,7 @@ struct Correlation {
     Factor factor;
     f32* y;
     bool streaming;            // past the caches: y is larger than they are, and made of whole cache lines
+    const Epilogue* finish;    // null, or what gets the results instead of y
 };
 
 // What one thread does: tiles and result channels, both as ranges.
@@ -147,13 +149,20 @@ void store_tile(const Correlation& c, s64 tile, s64 column, const V (&values)[kV
     const s64 image = tile / t.per_image(), at = tile % t.per_image(), columns = c.weights.width - column;
     const s64 top = at / t.tiles_w * 4, left = at % t.tiles_w * 4;
     const s64 rows = std::min<s64>(4, c.height - top), cols = std::min<s64>(4, c.width - left);
-    f32* corner = c.y + ((image * c.height + top) * c.width + left) * c.weights.width + column;
+    const s64 first = (image * c.height + top) * c.width + left;  // pixel
+    f32* corner = c.finish ? nullptr : c.y + first * c.weights.width + column;
     alignas(64) f32 factors[kPanel];
     read_factors(c.factor, image / c.images_per_sample, column, columns, factors);
     Floats scales[kVectors];
     for (int k = 0; k < kVectors; ++k) scales[k] = load_floats(factors + k * kLanes);
     for (s64 i = 0; i < rows; ++i)
         for (s64 j = 0; j < cols; ++j) {
+            if (c.finish) {
+                alignas(64) f32 own[kPanel];
+                for (int k = 0; k < kVectors; ++k) store_floats(own + k * kLanes, scale(values[k][i * 4 + j], scales[k]), kLanes);
+                (*c.finish)(first + i * c.width + j, column, std::min<s64>(kPanel, columns), own);
+                continue;
+            }
             f32* y = corner + (i * c.width + j) * c.weights.width;
             for (int k = 0; k < kVectors; ++k) {
                 const Floats v = scale(values[k][i * 4 + j], scales[k]);
@@ -250,7 +259,7 @@ s64 choose_parts(const Correlation& c, int threads) {
 void correlate(Correlation c, int threads) {
     if (c.tiling.count == 0) return;
     const s64 results = c.tiling.count / c.tiling.per_image() * c.height * c.width * c.weights.width;
-    c.streaming = results * 4 > kStreamBytes && c.weights.width % kPanel == 0 && reinterpret_cast<uintptr_t>(c.y) % 64 == 0;
+    c.streaming = !c.finish && results * 4 > kStreamBytes && c.weights.width % kPanel == 0 && reinterpret_cast<uintptr_t>(c.y) % 64 == 0;
     const s64 panels = ceil_div(c.weights.width, kPanel), count = c.tiling.count;
     const s64 column_parts = choose_parts(c, threads), tile_parts = std::clamp<s64>(threads / column_parts, 1, count);
     parallel_for(threads, tile_parts * column_parts, [&](s64 item) {

@@ -55,10 +55,10 @@ Tiling tile_images(const ConvShape& s, const s8* data, const s64 (&size)[3], s64
     return {data, size[1], size[2], channels, tiles_h, tiles_w, pad_h, pad_w, images(s) * tiles_h * tiles_w, zeros};
 }
 
-void run_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+void run_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads, const Epilogue* finish) {
     const std::vector<s8> zeros(s.in_channels, 0);
     const Tiling tiling = tile_images(s, x, s.in, s.in_channels, s.out, s.padding[1], s.padding[2], zeros.data());
-    correlate({tiling, {w, s.in_channels, s.out_channels, false}, s.out[1], s.out[2], s.in[0], factor, y, false}, threads);
+    correlate({tiling, {w, s.in_channels, s.out_channels, false}, s.out[1], s.out[2], s.in[0], factor, y, false, finish}, threads);
 }
 
 // The result's pixel i meets the gradient's pixel i + padding - t under tap t: a correlation with turned taps and padding
@@ -66,7 +66,7 @@ void run_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32
 void run_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
     const std::vector<s8> zeros(s.out_channels, 0);
     const Tiling tiling = tile_images(s, g, s.out, s.out_channels, s.in, 2 - s.padding[1], 2 - s.padding[2], zeros.data());
-    correlate({tiling, {w, s.out_channels, s.in_channels, true}, s.in[1], s.in[2], s.in[0], factor, dx, false}, threads);
+    correlate({tiling, {w, s.out_channels, s.in_channels, true}, s.in[1], s.in[2], s.in[0], factor, dx, false, nullptr}, threads);
 }
 
 void run_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {

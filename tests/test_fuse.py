@@ -45,7 +45,8 @@ def plan_of(model: nn.Module) -> Plan:
         for other in (block.norm, block.activation_module):
             assert other is None or isinstance(model.get_submodule(other), nn.Module)
         assert block.ends == form(block).split()[-1]
-        assert (block.feeds_conv or block.feeds_other) == bool(block.consumers)
+        feeds = (block.feeds_conv, block.feeds_other, block.feeds_pool, block.feeds_join, block.feeds_add)
+        assert any(feeds) == bool(block.consumers)
     return plan
 
 
@@ -404,7 +405,12 @@ def test_takers() -> None:
     assert (block.feeds_conv, block.feeds_other) == (True, True)
     assert block.consumers == ("conv b", "max_pool2d", "add")
     block = block_a(lambda net, x: net.b(F.max_pool2d(net.relu(net.a(x)), 2)))
-    assert (block.feeds_conv, block.feeds_other, block.consumers) == (False, True, ("max_pool2d",))
+    assert (block.feeds_conv, block.feeds_other, block.feeds_pool) == (False, False, True)
+    assert block.consumers == ("max_pool2d",)
+    block = block_a(lambda net, x: net.b(torch.cat([net.relu(net.a(x)), x], dim=1)))
+    assert (block.feeds_other, block.feeds_join, block.join_feeds_conv, block.join_feeds_other) == (False, True, True, False)
+    block = block_a(lambda net, x: torch.cat([net.relu(net.a(x)), x]))
+    assert (block.feeds_other, block.feeds_join) == (True, False)  # the other axis
 
 
 # ---- several calls, several names ----
@@ -712,7 +718,9 @@ def test_torchvision_networks(name: str) -> None:
 
 def test_resnet18_in_detail() -> None:
     blocks = plan_of(torchvision_network("resnet18")).blocks
-    assert blocks["conv1"] == Block("conv1", "bn1", False, "relu", "relu", "activation", False, True, ("MaxPool2d maxpool",))
+    assert blocks["conv1"] == Block(
+        "conv1", "bn1", False, "relu", "relu", "activation", False, False, ("MaxPool2d maxpool",), feeds_pool=True
+    )
     first = blocks["layer1.0.conv1"]
     assert (first.norm, first.activation_module, first.consumers) == ("layer1.0.bn1", "layer1.0.relu", ("conv layer1.0.conv2",))
     assert (first.feeds_conv, first.feeds_other) == (True, False)
@@ -720,6 +728,7 @@ def test_resnet18_in_detail() -> None:
     assert (second.adds, second.feeds_conv, second.feeds_other) == (True, True, False)
     assert second.consumers == ("conv layer2.0.conv1", "conv layer2.0.downsample.0")
     assert blocks["layer2.0.conv2"].consumers == ("conv layer2.1.conv1", "add")
+    assert (blocks["layer2.0.conv2"].feeds_add, blocks["layer2.0.conv2"].feeds_other) == (True, False)
     shortcut = blocks["layer2.0.downsample.0"]
     assert (shortcut.norm, shortcut.ends, shortcut.consumers) == ("layer2.0.downsample.1", "norm", ("add",))
     assert blocks["layer4.1.conv2"].consumers == ("AdaptiveAvgPool2d avgpool",)
@@ -803,7 +812,11 @@ class Follow(TorchFunctionMode):
         begun = [item for item in flat if id(item) in self.pending]
         for item in flat:
             if block := self.done.get(id(item)):
-                assert block.feeds_conv if is_conv else block.feeds_other, f"{name} takes the result of {block}"
+                known = {"cat": "feeds_join", "max_pool2d": "feeds_pool"} | {
+                    n: "feeds_add" for n, s in STAGE_OF.items() if s == "add"
+                }
+                feeds = "feeds_conv" if is_conv else known.get(name, "feeds_other")
+                assert getattr(block, feeds) or block.feeds_other, f"{name} takes the result of {block}"
         self.alive.append(result)
         self.done.pop(id(result), None)  # written in place
         if begun:

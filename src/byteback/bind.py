@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Binds the blocks that fuse.py found to the convolutions that begin them, in place.
 
-An int8 convolution gets an attribute; a float one takes on a class that knows how to begin a block. Convolutions without a
-block keep the sentence that says why, for `summary`.
+An int8 convolution gets an attribute; a float one takes on a class that knows how to begin a block, a frozen norm one that
+knows how to join it. Convolutions without a block keep the sentence that says why, for `summary`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from byteback.fuse import Block, Plan
+from byteback.fuse.blocks import FEEDS
 from byteback.nn import Int8Layer
 from byteback.nn.begin import BoundBlock
 from byteback.nn.conv import FUSED_CLASSES
+from byteback.nn.frozen import bind_frozen
 from byteback.nn.pending import BlockPlan
 from byteback.recipes import Recipe
 
@@ -26,7 +30,7 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     for name, block in plan.blocks.items():
         conv = modules[name]
         inner = [modules[part] for part in (block.norm, block.activation_module) if part is not None]
-        bound = BoundBlock(BlockPlan(block.ends, block.feeds_conv, block.feeds_other), tuple(inner))
+        bound = BoundBlock(_plan_of(block, recipe), tuple(inner))
         if isinstance(conv, Int8Layer):
             conv.int8_block = bound  # type: ignore[assignment]
         elif type(conv) in FUSED_CLASSES:
@@ -35,9 +39,17 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
         else:
             setattr(conv, BLOCK_REASON, f"a float {type(conv).__name__} of its own class")
             continue
+        if block.norm is not None:
+            bind_frozen(modules[block.norm])
         setattr(conv, BLOCK_TEXT, describe(block))
     for name, reason in plan.reasons.items():
         setattr(modules[name], BLOCK_REASON, reason)
+
+
+def _plan_of(block: Block, recipe: Recipe) -> BlockPlan:
+    """What the block's run has to know. A residual is a float tensor like any other, unless the recipe keeps it in int8."""
+    plan = BlockPlan(block.ends, **{feeds: getattr(block, feeds) for feeds in FEEDS})
+    return plan if recipe.residual_memory == "int8" else replace(plan, feeds_other=plan.feeds_other or plan.feeds_add)
 
 
 def describe(block: Block) -> str:

@@ -20,6 +20,7 @@ from byteback.bind import BLOCK_REASON, BLOCK_TEXT, bind_blocks
 from byteback.fuse import find_blocks
 from byteback.fuse.tracing import CONVOLUTIONS, graph_of
 from byteback.nn import FusedConvolution, Int8Layer
+from byteback.nn.frozen import FusedNorm
 from byteback.nn.layer import OWN_ATTRIBUTES, SHARED, Shared, begin_forward, end_forward, weight_number
 from byteback.nn.subclass import INT8_CLASSES, int8_class
 from byteback.recipes import Recipe, resolve
@@ -100,7 +101,7 @@ def restore(model: nn.Module) -> nn.Module:
     for layer in layers.values():
         layer.detach()
     for module in model.modules():
-        if isinstance(module, FusedConvolution):
+        if isinstance(module, (FusedConvolution, FusedNorm)):
             module.detach()
         module.__dict__.pop(FLOAT_REASON, None)
         module.__dict__.pop(BLOCK_REASON, None)

@@ -10,6 +10,7 @@ import dataclasses
 
 import pytest
 
+import byteback
 from byteback.train.config import FLOAT, TrainConfig
 from byteback.train.data import digits
 from byteback.train.loop import train
@@ -22,13 +23,20 @@ def float_accuracies() -> list[float]:
     return [accuracy(FLOAT, seed) for seed in SEEDS]
 
 
-def accuracy(recipe: str, seed: int) -> float:
+def accuracy(recipe: str | byteback.Recipe, seed: int) -> float:
     return train(dataclasses.replace(TrainConfig(), seed=seed), recipe, digits(), lambda loss: None).accuracy
 
 
 @pytest.mark.convergence
-@pytest.mark.parametrize("recipe", ["unified-int8", "distribution-adaptive-int8"])
-def test_recipe_ends_within_one_point_of_float(recipe: str, float_accuracies: list[float]) -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "unified-int8",
+        "distribution-adaptive-int8",
+        pytest.param(byteback.UnifiedInt8(residual_memory="int8"), id="unified-int8, residuals in int8"),
+    ],
+)
+def test_recipe_ends_within_one_point_of_float(recipe: str | byteback.Recipe, float_accuracies: list[float]) -> None:
     differences = [accuracy(recipe, seed) - base for seed, base in zip(SEEDS, float_accuracies, strict=True)]
     print(f"{recipe}: {[f'{100 * d:+.2f}' for d in differences]} points against {float_accuracies}")
     assert min(float_accuracies) > 0.96, "the float baseline itself did not train"

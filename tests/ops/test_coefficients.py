@@ -57,6 +57,28 @@ def test_against_batch_norm() -> None:
     torch.testing.assert_close((gamma, beta), (norm.weight.grad, norm.bias.grad), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_norm_with_given_statistics(affine: bool, with_bias: bool) -> None:
+    torch.manual_seed(2)
+    mean, var, *others = torch.randn(5, 13)
+    var = var.abs() * 10.0 ** torch.arange(-6.0, 7.0)
+    var[3], others[0][4] = 0.0, float("nan")
+    gamma, beta, bias = (v if wanted else None for v, wanted in zip(others, (affine, affine, with_bias), strict=True))
+    results = {}
+    for path in byteback.ops.native.available():
+        with byteback.path(path):
+            results[path] = ops.norm_folded(mean, var, gamma, beta, bias, 1e-5)
+    for path, (a, b) in results.items():
+        for made, expected in zip((a, b), results["reference"], strict=True):
+            assert torch.equal(made.nan_to_num(7.0), expected.nan_to_num(7.0)), path
+    x = torch.randn(4, 13, 2, 2)
+    a, b = (vector.reshape(1, -1, 1, 1) for vector in results["reference"])
+    shifted = x if bias is None else x + bias.reshape(1, -1, 1, 1)
+    expected = torch.nn.functional.batch_norm(shifted, mean, var, gamma, beta, False, 0.0, 1e-5)
+    torch.testing.assert_close(a * x + b, expected, rtol=1e-4, atol=1e-2, equal_nan=True)
+
+
 def test_nan_reaches_the_peak() -> None:
     x = torch.randn(2, 3, 4, 4)
     x[1, 2, 0, 0] = float("nan")

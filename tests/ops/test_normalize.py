@@ -239,6 +239,64 @@ def test_kept_inputs_agree(shape: tuple[int, ...], kind: str) -> None:
             assert same(agree(lambda full=full: ops.normalize_grad_moments(*full)), (dx, *ops.moments(dx)))
 
 
+# ---- a residual in int8, and results that are part of a wider tensor --------------------------------------------------
+
+
+@with_native
+@by_shape
+@by_activation
+def test_an_int8_residual_is_its_values_times_its_scale(shape: tuple[int, ...], activation: str) -> None:
+    for seed in (0, 1):
+        x = drawn(shape, seed)
+        a, b = vectors(shape[1], 2, seed)
+        values = laid_out(torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed)).to(torch.int8), True)
+        scale = torch.full([1] * x.dim(), 0.37)
+        floats = values.float() * scale
+        peak = agree(lambda x=x, r=(values, scale), k=(a, b): ops.normalize_peak(x, *k, r, activation))
+        assert same(peak, ops.normalize_peak(x, a, b, floats, activation))
+        options = {"want_float": True, "want_mask": True}
+        args = (activation, torch.tensor(2.0))
+        every = (x, a, b, (values, scale), *args)
+        made = agree(lambda every=every, options=options: ops.normalize(*every, **options))
+        assert same(made, ops.normalize(x, a, b, floats, *args, **options))
+
+
+@with_native
+@by_shape
+@by_activation
+def test_a_part_of_a_wider_tensor_has_the_same_bits_and_nothing_else_is_touched(
+    shape: tuple[int, ...], activation: str
+) -> None:
+    channels, before, after = shape[1], 5, 3
+    width = before + channels + after
+    wide = (shape[0], *shape[2:], width)
+    for seed in (0, 1):
+        x, residual = drawn(shape, seed), drawn(shape, seed + 3, special=False)
+        a, b = vectors(channels, 2, seed)
+        args = (x, a, b, residual, activation, torch.tensor(2.0))
+        expected = ops.normalize(*args, want_float=True, want_mask=True, keep="bfloat16")
+        for path in ("reference", *NATIVE):
+            values = torch.full(wide, 99, dtype=torch.int8).movedim(-1, 1)
+            output = torch.full(wide, 99.0).movedim(-1, 1)
+            inner = slice(before, before + channels)
+            into = ops.Into(values[:, inner], output[:, inner], width)
+            with native.path(path):
+                made = ops.normalize(*args, want_float=True, want_mask=True, keep="bfloat16", into=into)
+            assert same(made, expected)
+            for tensor, own in ((values, expected.values), (output, expected.output)):
+                assert same(tensor[:, inner].contiguous(), own.contiguous())  # type: ignore[union-attr]
+                assert (tensor[:, :before] == 99).all() and (tensor[:, before + channels :] == 99).all()
+
+
+def test_a_place_that_does_not_fit_is_refused() -> None:
+    x, one = torch.randn(2, 8, 3, 3), torch.ones(8)
+    args = (x, one, one, None, "relu", None)
+    with pytest.raises(ValueError, match=r"into\.output"):
+        ops.normalize(*args, want_float=True, want_mask=False, into=ops.Into(None, None, 16))
+    with pytest.raises(TypeError, match="residual"):
+        ops.normalize(x, one, one, (x, one[0]), "relu", None, want_float=True, want_mask=False)
+
+
 def test_int8_keeps_to_half_a_step_and_bfloat16_rounds_to_even() -> None:
     x = torch.randn(4, 9, 8, 8)
     low, high = x.amin([0, 2, 3]), x.amax([0, 2, 3])

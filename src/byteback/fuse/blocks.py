@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx, nn
 
@@ -18,6 +18,7 @@ from byteback.fuse.tracing import CONVOLUTIONS, Structure, Trace, trace
 
 Stage = Literal["conv", "norm", "add", "activation"]
 AFTER_A_SUM = ("relu", "relu6")
+FEEDS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other", "feeds_add")
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,13 @@ class Block:
     activation_module: str | None  # None where it is a function, or where there is none
     ends: Stage  # the stage after which the block is complete; never "conv", as a convolution alone is no block
     feeds_conv: bool  # another convolution takes the result, or may take it
-    feeds_other: bool  # something else takes the result, or may take it
+    feeds_other: bool  # something else takes the result, or may take it: none of those that follow below
     consumers: tuple[str, ...]  # who takes the result, in a few words each
+    feeds_pool: bool = False  # a max-pool takes it
+    feeds_join: bool = False  # it becomes some of the channels of a concatenation
+    join_feeds_conv: bool = False  # of that, as above
+    join_feeds_other: bool = False
+    feeds_add: bool = False  # it is the residual of another block
 
 
 @dataclass(frozen=True)
@@ -84,16 +90,13 @@ def _one_of(results: list[Block | str], otherwise: str) -> Block | str:
         return results[0]
     if len(blocks) < len(results) or not all(_same(blocks[0], block) for block in blocks):
         return otherwise.format(len(results))
-    return replace(
-        blocks[0],
-        feeds_conv=any(block.feeds_conv for block in blocks),
-        feeds_other=any(block.feeds_other for block in blocks),
-        consumers=tuple(dict.fromkeys(name for block in blocks for name in block.consumers)),
-    )
+    readers: dict[str, Any] = {feeds: any(getattr(block, feeds) for block in blocks) for feeds in FEEDS}
+    return replace(blocks[0], **readers, consumers=tuple(dict.fromkeys(name for block in blocks for name in block.consumers)))
 
 
 def _same(one: Block, other: Block) -> bool:
-    return one == replace(other, feeds_conv=one.feeds_conv, feeds_other=one.feeds_other, consumers=one.consumers)
+    readers: dict[str, Any] = {feeds: getattr(one, feeds) for feeds in FEEDS}
+    return one == replace(other, **readers, consumers=one.consumers)
 
 
 def _why_unseen(name: str, traces: list[Trace]) -> str:
@@ -177,10 +180,25 @@ class _Matcher:
             activation=activation,
             activation_module=module,
             ends=ends,  # type: ignore[arg-type]
-            feeds_conv=any(self.nodes.is_conv(taker) or self.nodes.is_unknown(taker) for taker in takers),
-            feeds_other=any(not self.nodes.is_conv(taker) for taker in takers),
             consumers=tuple(dict.fromkeys(self.nodes.label(taker) for taker in takers)),
+            **self.readers(takers, owners),
         )
+
+    def readers(self, takers: list[fx.Node], owners: dict[fx.Node, _Chain]) -> dict[str, Any]:
+        """What kinds of nodes read a value, and what kinds read the concatenations that it is a part of."""
+        nodes = self.nodes
+        joins = [taker for taker in takers if nodes.is_join(taker)]
+        beyond = [reader for join in joins for reader in nodes.takers(join)]
+        known = (nodes.is_conv, nodes.is_max_pool, nodes.is_join, owners.__contains__)
+        return {
+            "feeds_conv": any(nodes.is_conv(taker) or nodes.is_unknown(taker) for taker in takers),
+            "feeds_other": any(not any(is_one(taker) for is_one in known) for taker in takers),
+            "feeds_pool": any(nodes.is_max_pool(taker) for taker in takers),
+            "feeds_join": bool(joins),
+            "join_feeds_conv": any(nodes.is_conv(reader) or nodes.is_unknown(reader) for reader in beyond),
+            "join_feeds_other": any(not (nodes.is_conv(reader) or nodes.is_join(reader)) for reader in beyond),
+            "feeds_add": any(taker in owners for taker in takers),
+        }
 
     def why_alone(self, conv: fx.Node, owners: dict[fx.Node, _Chain]) -> str:
         """Why nothing after a convolution can be computed with it."""

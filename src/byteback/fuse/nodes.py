@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from byteback.fuse.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
+from byteback.nn.frozen import is_frozen_norm
 
 Activation = Literal["none", "relu", "relu6", "hardswish", "silu"]
 
@@ -75,10 +76,8 @@ class Nodes:
         module = self.modules.get(node)
         if module is None or node.args != (value,) or node.kwargs or "forward" in module.__dict__:
             return False
-        if type(module).__name__ == "FrozenBatchNorm2d":
-            wanted = ("weight", "bias", "running_mean", "running_var")
-            shapes = {tuple(getattr(getattr(module, name, None), "shape", ())) for name in wanted}
-            return isinstance(conv, nn.Conv2d) and shapes == {(conv.out_channels,)}
+        if isinstance(conv, nn.Conv2d) and is_frozen_norm(module, conv.out_channels):
+            return True
         base = next(norm for kind, norm in _NORMS.items() if isinstance(conv, kind))
         if not isinstance(module, base) or module.num_features != conv.out_channels:
             return False
@@ -152,6 +151,24 @@ class Nodes:
                 yield from self.takers(user)
             elif not _is_metadata(user):
                 yield user
+
+    def is_max_pool(self, node: fx.Node) -> bool:
+        """Whether a node takes the maximum of windows of pixels, and only that."""
+        module = self.modules.get(node)
+        if module is not None:
+            return type(module) is nn.MaxPool2d and not module.return_indices and "forward" not in module.__dict__
+        return (
+            _is_call(node)
+            and node.target in (F.max_pool2d, torch.max_pool2d)
+            and not node.kwargs.get("return_indices", False)
+            and len(node.args) < 7
+        )
+
+    def is_join(self, node: fx.Node) -> bool:
+        """Whether a node puts channels side by side."""
+        if not _is_call(node) or node.target not in (torch.cat, torch.concat, torch.concatenate):
+            return False
+        return bool((node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) == 1)
 
     def is_unknown(self, node: fx.Node) -> bool:
         """Whether convolutions may lie behind a node that the graph does not show."""

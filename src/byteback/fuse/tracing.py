@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from byteback.nn.frozen import has_frozen_name
+
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LEAVES = (*CONVOLUTIONS, nn.modules.batchnorm._BatchNorm, nn.ReLU, nn.Hardtanh, nn.Hardswish, nn.SiLU, nn.Identity)
 _PLAIN = (type(None), bool, int, float, str)
@@ -101,7 +103,7 @@ class Tracer(fx.Tracer):
         self.opaque = opaque
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        known = isinstance(m, _LEAVES) or type(m).__name__ == "FrozenBatchNorm2d"
+        known = isinstance(m, _LEAVES) or has_frozen_name(m)
         return known or module_qualified_name in self.opaque or super().is_leaf_module(m, module_qualified_name)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:

@@ -12,7 +12,8 @@ A convolution asks `source_of(x)`; None means an ordinary tensor.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,17 @@ SHARED_RULE = TensorRule()
 
 _ATTRIBUTE = "_byteback_source"
 _SHARED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+"""Operators that take an Activation as one and may return another (joined.py), or NotImplemented."""
+
+
+class Joins(NamedTuple):
+    """Who will read a concatenation that this activation is a part of, as far as the plan can tell."""
+
+    conv: bool = False
+    other: bool = False
 
 
 class Source:
@@ -42,16 +54,25 @@ class Source:
         x: Tensor,
         a: Tensor,
         b: Tensor,
-        residual: Tensor | None,
+        residual: ops.Residual,
         activation: str,
         strides: tuple[int, ...],
         peak: Tensor | None = None,
     ) -> None:
         self.x, self.a, self.b, self.residual, self.activation = x, a, b, residual, activation
-        self.strides = strides
+        self.shape, self.device, self.strides = x.shape, x.device, strides
         self.peak = peak
         self.output: Tensor | None = None
         self.quantized: list[tuple[Tensor, QTensor, Tensor]] = []  # (clip, integers, (saturated, nonfinite))
+        self.joins = Joins()
+
+    def never_negative(self) -> bool:
+        """Whether the activation has no value below 0."""
+        return self.activation in ("relu", "relu6")
+
+    def known_peak(self) -> Tensor | None:
+        """max|activation|, where it takes no reading to tell."""
+        return self.peak
 
     def clip(self) -> Tensor:
         """max|activation|, exactly, as a 0-dim tensor."""
@@ -99,6 +120,16 @@ class Source:
             self.output = self._laid_out(made.output)
         return made.mask, made.kept
 
+    def write_into(self, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
+        """The same into a part of a wider tensor; nothing is remembered."""
+        args = (self.x, self.a, self.b, self.residual, self.activation, clip)
+        return ops.normalize(*args, want_float=want_float, want_mask=False, into=into)
+
+    def give(self) -> Tensor:
+        """The float activation for somebody who may write to it."""
+        output, self.output = self.plain(), None
+        return output
+
     def plain(self) -> Tensor:
         """The float activation, without autograd."""
         if self.output is None:
@@ -120,8 +151,7 @@ class Activation(Tensor):
 
     @staticmethod
     def __new__(cls, source: Source | None, written: Tensor | None = None) -> Activation:
-        like = source.x if source is not None else written
-        assert like is not None
+        like: Any = source if source is not None else written
         strides = source.strides if source is not None else like.stride()
         self = Tensor._make_wrapper_subclass(cls, like.shape, strides=strides, dtype=torch.float32, device=like.device)
         self.source = source  # None once somebody may have written to the float copy
@@ -137,6 +167,9 @@ class Activation(Tensor):
     ) -> Any:
         if func in _SHARED:
             return Activation(args[0].source, args[0].written)
+        handler = HANDLERS.get(func)
+        if handler is not None and (known := handler(*args, **(kwargs or {}))) is not NotImplemented:
+            return known
         exposes = any(result.alias_info is not None for result in func._schema.returns)
         target = args[0] if args and isinstance(args[0], Activation) else None
         if exposes and target is not None:
@@ -149,7 +182,7 @@ class Activation(Tensor):
         """The float copy as the only truth: somebody may write to it from now on."""
         if self.written is None:
             assert self.source is not None
-            self.written, self.source.output = self.source.plain(), None
+            self.written = self.source.give()
         self.source = None
         return self.written
 

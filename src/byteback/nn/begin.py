@@ -54,7 +54,7 @@ def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Ten
     size = _output_size(x, layer.weight, products)
     last = x.numel() > 0 and (layout.is_channels_last(x) or layout.is_channels_last(layer.weight))
     strides = layout.dense_strides(size, last)
-    call = Call(layer, products, slot, strides)
+    call = Call(layer, products, slot, strides, tuple(size[2:]))
     stages = Stages(partial(_run_unchanged, x, _version(x), call), layer.int8_block.plan, modes())
     pending = Pending(stages, size, strides, x.device)
     return pending.compute() if stages.plan.ends == "conv" else pending

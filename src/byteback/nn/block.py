@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from byteback import ops
-from byteback.nn.activation import SHARED_RULE, Activation, Source, carry, numbers
-from byteback.nn.functional import Operands, backward_products, forward_product, refuse_second
+from byteback.nn.activation import SHARED_RULE, Activation, Joins, Source, carry
+from byteback.nn.functional import Operands, backward_products, forward_product, output_operands, refuse_second
+from byteback.nn.inference import Deferred, Shown, can_defer, given_coefficients
 from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient
 from byteback.nn.pending import Stages
 from byteback.nn.products import ConvProducts
-from byteback.ops import layout
+from byteback.nn.residual import channels_last, residual_of
 from byteback.quantize import Moments
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     products: ConvProducts
     slot: int
     strides: tuple[int, ...]  # of the float result, as PyTorch would lay it out
+    spatial: tuple[int, ...]  # its size without N and C
 
 
 def run_block(x: Tensor, call: Call, stages: Stages) -> Tensor:
@@ -67,9 +69,11 @@ class Block(Function):
         sources: list[Source],
     ) -> Tensor:
         layer, norm, activation = call.layer, stages.norm, stages.activation
+        if can_defer(layer, norm, with_grad and any(ctx.needs_input_grad[:6])):
+            return _deferred(x, weight, bias, residual, call, stages, sources)
         for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
         y, kept = forward_product(x, weight, layer, call.products, call.slot, for_input, for_weight)
-        y = _channels_last(y)
+        y = channels_last(y)
         peak = low = high = None
         training = None if norm is None else norm.training
         if norm is not None and training:
@@ -78,7 +82,8 @@ class Block(Function):
                 peak = known
         else:
             normalized = folded(norm, bias, weight)
-        source = Source(y, normalized.a, normalized.b, _laid_out(residual), activation, call.strides, peak)
+        added = residual_of(residual, layer)
+        source = Source(y, normalized.a, normalized.b, added, activation, call.strides, peak)
         backs = with_grad and any(ctx.needs_input_grad[:6])
         saves = _what_to_save(ctx, stages, layer, residual is not None) if backs else _Saves(False, False, None)
         mask, kept_y = _write(source, stages, layer, saves, low, high, normalized.mean)
@@ -90,7 +95,7 @@ class Block(Function):
             ctx.save_for_backward(*kept, mask, *normalized, *((y,) if saves.y and kept_y is None else _tensors(kept_y)))
         sources.append(source)
         # An inference tensor does not count its writes, so it could not tell whether its int8 copy is still true.
-        if source.output is None or torch.is_inference_mode_enabled():
+        if source.output is None or not stages.plan.feeds_other or torch.is_inference_mode_enabled():
             return Activation(source)
         output, source.output = source.output, None  # a source that holds the tensor which holds it would never die
         return output
@@ -100,6 +105,31 @@ class Block(Function):
         with torch.no_grad():
             grads = _gradients(ctx, grad_output)
         return (*refuse_second(ctx.name, grad_output, grads), None, None, None, None)
+
+
+def _deferred(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    call: Call,
+    stages: Stages,
+    sources: list[Source],
+) -> Tensor:
+    """The block of a prediction: not even its product is computed before its reader says what it wants."""
+    layer, plan = call.layer, stages.plan
+    operands = output_operands(x, weight, layer, call.slot)
+    a, b = given_coefficients(stages.norm, bias, weight)
+    added = residual_of(residual, layer)
+    needs_floats = plan.feeds_other or plan.feeds_pool
+    size = (x.shape[0], weight.shape[0], *call.spatial)
+    shown = Shown(torch.Size(size), call.strides, needs_floats)
+    source = Deferred(operands, call.products, a, b, added, stages.activation, shown)
+    source.joins = Joins(False, plan.join_feeds_other)
+    sources.append(source)
+    if plan.feeds_other and not plan.feeds_conv and not torch.is_inference_mode_enabled():
+        return source.give()
+    return Activation(source)
 
 
 class _Saves(NamedTuple):
@@ -123,9 +153,12 @@ def _write(
     source: Source, stages: Stages, layer: Any, saves: _Saves, low: Tensor | None, high: Tensor | None, mean: Tensor
 ) -> tuple[Tensor | None, Any]:
     """Writes in one pass what the plan expects to be read, and what backward needs: the mask and a smaller y."""
-    want_float = stages.plan.feeds_other
+    plan = stages.plan
+    want_float = plan.feeds_other or plan.feeds_pool
     # Training quantizes by the batch's own maximum, which is known now; eval waits for the clip of who reads it.
-    want_int8 = stages.plan.feeds_conv and layer.training and layer.recipe.input == SHARED_RULE
+    own_clip = layer.training and layer.recipe.input == SHARED_RULE
+    want_int8 = (plan.feeds_conv or (plan.feeds_add and layer.recipe.residual_memory == "int8")) and own_clip
+    source.joins = Joins(plan.join_feeds_conv and own_clip, plan.join_feeds_other)
     if not (saves.mask or saves.keep or want_float or want_int8):
         return None, None
     extremes = (low, high, mean) if saves.keep else ()
@@ -142,7 +175,7 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     kept, mask, normalized, y = Operands(*saved[:6]), saved[6], Normalized(*saved[7:11]), saved[11:]
     activation = ctx.activation
     for_residual = ctx.needs_input_grad[5]
-    g = _channels_last(grad_output)
+    g = channels_last(grad_output)
     # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
     y = y if len(y) > 1 else y[0] if y else g
     total = dot = residual_grad = None
@@ -182,14 +215,3 @@ class BlockGradient(NamedTuple):
 
     def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return ops.normalize_grad_quantize(*self, clip, key)
-
-
-def _laid_out(residual: Tensor | None) -> Tensor | None:
-    return None if residual is None else _channels_last(numbers(residual))
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    """x with its channels lying together, as the block's kernels want it."""
-    if layout.is_last_dense(x.shape, x.stride()):
-        return x
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)

@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from byteback import ops
 from byteback.nn.activation import SHARED_RULE, numbers, source_of
+from byteback.nn.joined import shared_floats
 from byteback.nn.products import Products
 from byteback.ops import layout
 from byteback.quantize import Adopted, Moments, QTensor, Step, adopt, quantize_both, quantize_fresh, quantize_held
@@ -116,6 +117,12 @@ def forward_product(
     return output, kept
 
 
+def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> tuple[QTensor, QTensor]:
+    """What the output is the product of, where no gradient will be asked for."""
+    x_q = _quantize_input(layer, x, slot, False)
+    return x_q, quantize_fresh(weight, layer.quantizers.handles["weight"], layer.quantizers.iteration)
+
+
 def backward_products(
     ctx: Any, kept: Operands, gradient: Gradient, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -179,6 +186,8 @@ def _quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: boo
     settings = numerics.handles["input"]
     source = source_of(x) if numerics.settings["input"].rule == SHARED_RULE else None
     own_clip = layer.training or layer.recipe.eval_clip == "batch"
+    if source is None and own_clip:
+        source = shared_floats(x, numerics.settings["input"].rule)
     if source is not None:
         tracked = None if own_clip else numerics.input.tracked_clip(max(slot, 0), layer.int8_shared.is_counting())
         if own_clip or tracked is not None:

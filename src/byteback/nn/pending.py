@@ -27,7 +27,12 @@ class BlockPlan:
 
     ends: str  # "conv" | "norm" | "add" | "activation"
     feeds_conv: bool = True
-    feeds_other: bool = True
+    feeds_other: bool = True  # somebody who needs a plain float tensor
+    feeds_pool: bool = False  # a max-pool: it needs the floats, and hands on what is known of them
+    feeds_join: bool = False  # a concatenation of channels, which is written when it is read
+    join_feeds_conv: bool = False
+    join_feeds_other: bool = False
+    feeds_add: bool = False  # another block, as its residual
 
 
 class Norm(NamedTuple):

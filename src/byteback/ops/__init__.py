@@ -16,10 +16,13 @@ import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
 from byteback.ops import schema
-from byteback.ops.coefficients import Coefficients, norm_coefficients, norm_gradient
+from byteback.ops.coefficients import Coefficients, norm_coefficients, norm_folded, norm_gradient
+from byteback.ops.finished import conv_normalize
 from byteback.ops.normalize import (
     ACTIVATIONS,
+    Into,
     Normalized,
+    Residual,
     channel_stats,
     normalize,
     normalize_grad,
@@ -35,12 +38,15 @@ from byteback.ops.statistics import sum_channels
 __all__ = [
     "ACTIVATIONS",
     "Coefficients",
+    "Into",
     "Normalized",
+    "Residual",
     "absmax",
     "channel_stats",
     "conv_int8",
     "conv_int8_grad_input",
     "conv_int8_grad_weight",
+    "conv_normalize",
     "cosine_slope_terms",
     "cosine_terms",
     "dot_terms",
@@ -48,6 +54,7 @@ __all__ = [
     "moments",
     "noise_key",
     "norm_coefficients",
+    "norm_folded",
     "norm_gradient",
     "normalize",
     "normalize_grad",

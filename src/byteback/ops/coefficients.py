@@ -102,6 +102,29 @@ def _coefficients(
     return Coefficients(a, b, mean, invstd, peak)
 
 
+def norm_folded(
+    mean: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """a and b of a norm with given statistics, after a convolution whose `bias` x leaves out.
+
+    >>> a, b = norm_folded(torch.tensor([1.0]), torch.tensor([4.0]), torch.tensor([6.0]), None, None, 0.0)
+    >>> a.item(), b.item()
+    (3.0, -3.0)
+    """
+    vectors = (mean, var, gamma, beta, bias)
+    if native.number() is None or not all(v is None or (v.is_cpu and v.is_contiguous()) for v in vectors):
+        centre = mean.double() if bias is None else mean.double() - bias
+        invstd = 1.0 / (var.double() + eps).sqrt()
+        a = (invstd if gamma is None else gamma.double() * invstd).float()
+        shift = centre * a.double()
+        return a, (-shift if beta is None else beta.double() - shift).float()
+    channels = mean.shape[0]
+    a, b = torch.empty(channels, dtype=torch.float32), torch.empty(channels, dtype=torch.float32)
+    addresses = [0 if vector is None else vector.data_ptr() for vector in vectors]
+    _library.norm_folded([channels, *addresses], eps, a.data_ptr(), b.data_ptr())
+    return a, b
+
+
 def norm_gradient(
     a: Tensor, mean: Tensor, invstd: Tensor, total: Tensor, dot: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -108,22 +108,32 @@ def plan(product: str, size: list[int], a: Tensor, a_scale: Tensor, b: Tensor, b
     )
 
 
-def run(path: int, plan: Plan, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """The product in the memory format that the plan says."""
+def laid_out(
+    path: int, plan: Plan, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor
+) -> tuple[Tensor, Tensor, tuple[int, int], tuple[int, int], Tensor]:
+    """Both operands channels last, the addresses of their scales, the strides of those, and the tensor that holds them.
+
+    Two single scales have an address each; a second address of 0 says that the first one has their products.
+    """
     a = a if plan.a_is_last else _channels_last(path, a)
     b = b if plan.b_is_last else _channels_last(path, b)
-    result = pool.empty(plan.size, plan.strides, torch.float32)
     if plan.single:
-        factor = (a_scale.data_ptr(), b_scale.data_ptr(), 0, 0)
-    else:
-        scales = combine_scales(plan.product, a_scale, b_scale, plan.groups, plan.channels).contiguous()
-        rows, columns = scales.shape[:2]
-        factor = (scales.data_ptr(), 0, columns if rows > 1 else 0, 1 if columns > 1 else 0)
+        return a, b, (a_scale.data_ptr(), b_scale.data_ptr()), (0, 0), a_scale
+    scales = combine_scales(plan.product, a_scale, b_scale, plan.groups, plan.channels).contiguous()
+    rows, columns = scales.shape[:2]
+    return a, b, (scales.data_ptr(), 0), (columns if rows > 1 else 0, 1 if columns > 1 else 0), scales
+
+
+def run(path: int, plan: Plan, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """The product in the memory format that the plan says."""
+    a, b, addresses, strides, alive = laid_out(path, plan, a, a_scale, b, b_scale)
+    result = pool.empty(plan.size, plan.strides, torch.float32)
     buffer = result if plan.result_is_last else pool.empty_like(result)
     function = getattr(_library(), _FUNCTIONS[plan.product])
     native.last_kernel = function(
-        path, plan.shape, a.data_ptr(), b.data_ptr(), *factor, buffer.data_ptr(), torch.get_num_threads()
+        path, plan.shape, a.data_ptr(), b.data_ptr(), *addresses, *strides, buffer.data_ptr(), torch.get_num_threads()
     )
+    del alive  # the scales, until here
     if buffer is result:
         return result
     return _transpose(path, buffer, result, plan.size[0], math.prod(plan.size[2:]), plan.size[1])

@@ -5,8 +5,9 @@ BatchNorm with the statistics of its batch is one multiplication and one additio
 passes over the convolution's output and backward two passes over (g, x). Plain functions for tensors without gradients,
 outside torch.compile; `normalize_reference.py` is their definition, `csrc/norm.h` the fast path, and both give the same bits.
 
-Legend: x, g, residual are float32 (N, C, ...); a, b, p, q, r are float32 vectors (C,). Each operation rounds to float32 once,
-in the order written. z = a·x + b (+ residual). Results lie channels last. NaN inputs give NaN.
+Legend: x, g, residual are float32 (N, C, ...), a residual may also be (values int8, scale), which stands for values · scale;
+a, b, p, q, r are float32 vectors (C,). Each operation rounds to float32 once, in the order written. z = a·x + b (+ residual).
+Results lie channels last. NaN inputs give NaN.
 
     activation   value                           derivative
     none         z                               1
@@ -33,19 +34,23 @@ from byteback.ops.normalize_checks import (
     SMOOTH,
     check_activation,
     check_gate,
+    check_into,
     check_kept,
     check_key,
     check_one,
+    check_residual,
     check_tensor,
     check_vector,
     path_for,
 )
-from byteback.ops.normalize_reference import Kept
+from byteback.ops.normalize_reference import Into, Kept, Residual
 
 __all__ = [
     "ACTIVATIONS",
+    "Into",
     "Kept",
     "Normalized",
+    "Residual",
     "channel_stats",
     "normalize_peak",
     "normalize",
@@ -85,7 +90,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return plain.channel_stats(x)
 
 
-def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Tensor | None, activation: str) -> Tensor:
+def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
     """max|activation(a·x + b + residual)| as a 0-dim tensor; NaN if any element is, 0 for an empty tensor.
 
     >>> normalize_peak(torch.tensor([[1.0], [-4.0]]), torch.tensor([2.0]), torch.tensor([1.0]), None, "relu").item()
@@ -95,8 +100,8 @@ def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Tensor | None, act
     x = check_tensor(op, "x", x)
     channels = x.shape[1]
     a, b, index = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels), check_activation(op, activation)
-    residual = None if residual is None else check_tensor(op, "residual", residual, x)
-    path = path_for(x, a, b, residual)
+    residual = check_residual(op, residual, x)
+    path = path_for(x, a, b, *_tensors(residual))
     if path is not None:
         return kernels.normalize_peak(path, x, a, b, residual, index)
     with torch.no_grad():
@@ -107,7 +112,7 @@ def normalize(
     x: Tensor,
     a: Tensor,
     b: Tensor,
-    residual: Tensor | None,
+    residual: Residual,
     activation: str,
     clip: Tensor | None,
     *,
@@ -117,11 +122,13 @@ def normalize(
     low: Tensor | None = None,
     high: Tensor | None = None,
     mean: Tensor | None = None,
+    into: Into | None = None,
 ) -> Normalized:
     """y = activation(a·x + b + residual): as int8 by `clip` (one float32; None: no int8), as float32, its mask; in one pass.
 
     values, scale and counts are those of ops.quantize(y, clip). hardswish and silu have no mask (None): backward takes z again.
-    `keep` also gives pack_norm(x, low, high, mean, keep) as `kept`, without another reading of x.
+    `keep` also gives pack_norm(x, low, high, mean, keep) as `kept`, without another reading of x. `into` names where values and
+    output are written: parts of wider tensors, for a concatenation.
 
     >>> x, one = torch.tensor([[1.0, -3.0]]), torch.ones(2)
     >>> result = normalize(x, one, one, None, "relu", torch.tensor(2.0), want_float=True, want_mask=True)
@@ -132,17 +139,21 @@ def normalize(
     x = check_tensor(op, "x", x)
     channels = x.shape[1]
     a, b, index = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels), check_activation(op, activation)
-    residual = None if residual is None else check_tensor(op, "residual", residual, x)
+    residual = check_residual(op, residual, x)
+    check_into(op, into, x, clip, want_float)
     clip = None if clip is None else check_one(op, "clip", clip)
     want_mask = want_mask and activation not in SMOOTH
     kept = None if keep is None else _room(op, x, low, high, mean, keep)
-    path = path_for(x, a, b, residual, clip, *(() if kept is None else _tensors(kept)))
+    path = path_for(x, a, b, *_tensors(residual), clip, *_tensors(kept))
     if path is not None:
-        return Normalized(*kernels.normalize(path, x, a, b, residual, index, clip, want_float, want_mask, kept))
+        return Normalized(*kernels.normalize(path, x, a, b, residual, index, clip, want_float, want_mask, kept, into))
     with torch.no_grad():
         values, scale, output, mask, counts = plain.normalize(x, a, b, residual, activation, clip, want_mask)
         if kept is not None:
             plain.pack_norm(x, kept)
+        if into is not None:
+            values = values if into.values is None or values is None else into.values.copy_(values)
+            output = output if into.output is None or not want_float else into.output.copy_(output)
     return Normalized(values, scale, output if want_float else None, mask, counts, kept)
 
 
@@ -187,8 +198,8 @@ def pack_norm(x: Tensor, low: Tensor | None, high: Tensor | None, mean: Tensor |
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def _tensors(x: Kept) -> tuple[Tensor, ...]:
-    return (x,) if isinstance(x, Tensor) else x
+def _tensors(x: Kept | Residual) -> tuple[Tensor, ...]:
+    return (x,) if isinstance(x, Tensor) else x or ()
 
 
 def normalize_grad_sums(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from byteback.ops import native
 from byteback.ops import normalize_reference as plain
-from byteback.ops.normalize_reference import Kept
+from byteback.ops.normalize_reference import Into, Kept, Residual
 
 ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu")
 SMOOTH = ("hardswish", "silu")  # their derivative is no mask
@@ -34,6 +34,32 @@ def check_tensor(op: str, name: str, x: Tensor, like: Tensor | None = None) -> T
     elif x.dim() < 2:
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, but it needs an N and a C axis. Reshape it.")
     return _dense(x)
+
+
+def check_residual(op: str, residual: Residual, x: Tensor) -> Residual:
+    """The residual, checked and channels last: float32, or int8 with one scale."""
+    if residual is None or isinstance(residual, Tensor):
+        return None if residual is None else check_tensor(op, "residual", residual, x)
+    values, scale = residual
+    _check_like(op, "residual", values, x, (torch.int8,))
+    return _dense(values), check_one(op, "the residual's scale", scale)
+
+
+def check_into(op: str, into: Into | None, x: Tensor, clip: Tensor | None, want_float: bool) -> None:
+    """Refuses a place that is missing or does not have the shape of x; how it lies is the caller's promise."""
+    for name, there, wanted in (
+        ()
+        if into is None
+        else (
+            ("values", into.values, clip is not None),
+            ("output", into.output, want_float),
+        )
+    ):
+        if wanted and (there is None or there.shape != x.shape or there.stride(1) != 1):
+            raise ValueError(
+                f"{op}: into.{name} is {None if there is None else tuple(there.shape)}, but the result has shape "
+                f"{tuple(x.shape)} and its channels lie side by side. Pass a slice along axis 1 of a channels-last tensor."
+            )
 
 
 def check_vector(op: str, name: str, vector: Tensor | None, channels: int) -> Tensor:

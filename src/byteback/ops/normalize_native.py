@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from byteback.ops import native, pool
-from byteback.ops.normalize_reference import Kept
+from byteback.ops.normalize_reference import Into, Kept, Residual
 
 _library: Any = native.library
 _GATES = {"none": 0, "relu": 2, "relu6": 3, "hardswish": 4, "silu": 5}  # enum class Gate in csrc/norm.h
@@ -48,7 +48,14 @@ def channel_stats(path: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return total, squares, low, high
 
 
-def normalize_peak(path: int, x: Tensor, a: Tensor, b: Tensor, residual: Tensor | None, activation: int) -> Tensor:
+def _residual_numbers(residual: Residual) -> tuple[int, int]:
+    """Where the residual lies, and the scale of one that is int8."""
+    if residual is None:
+        return 0, 0
+    return (residual.data_ptr(), 0) if isinstance(residual, Tensor) else (residual[0].data_ptr(), residual[1].data_ptr())
+
+
+def normalize_peak(path: int, x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: int) -> Tensor:
     channels = x.shape[1]
     peak = _scalar()
     _library.normalize_peak(
@@ -58,7 +65,7 @@ def normalize_peak(path: int, x: Tensor, a: Tensor, b: Tensor, residual: Tensor 
         x.data_ptr(),
         a.data_ptr(),
         b.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
+        *_residual_numbers(residual),
         activation,
         peak.data_ptr(),
         torch.get_num_threads(),
@@ -71,22 +78,23 @@ def normalize(
     x: Tensor,
     a: Tensor,
     b: Tensor,
-    residual: Tensor | None,
+    residual: Residual,
     activation: int,
     clip: Tensor | None,
     want_float: bool,
     want_mask: bool,
     kept: Kept | None,
+    into: Into | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Kept | None]:
     """values, scale, output, mask, counts, and `kept`, which is filled."""
     channels = x.shape[1]
     rows = x.numel() // channels
     values = scale = output = mask = counts = None
     if clip is not None:
-        values, scale = pool.empty_like(x, torch.int8), torch.empty((1,) * x.dim(), dtype=torch.float32)
-        counts = torch.empty(2, dtype=torch.int64)
+        values = pool.empty_like(x, torch.int8) if into is None else into.values
+        scale, counts = torch.empty((1,) * x.dim(), dtype=torch.float32), torch.empty(2, dtype=torch.int64)
     if want_float:
-        output = pool.empty_like(x)
+        output = pool.empty_like(x) if into is None else into.output
     if want_mask:
         mask = torch.empty(rows, (channels + 7) // 8, dtype=torch.uint8)
     _library.normalize(
@@ -96,7 +104,7 @@ def normalize(
         x.data_ptr(),
         a.data_ptr(),
         b.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
+        *_residual_numbers(residual),
         activation,
         0 if clip is None else clip.data_ptr(),
         0 if values is None else values.data_ptr(),
@@ -105,6 +113,7 @@ def normalize(
         0 if output is None else output.data_ptr(),
         0 if mask is None else mask.data_ptr(),
         *_kept_numbers(kept),
+        channels if into is None else into.pitch,
         torch.get_num_threads(),
     )
     return values, scale, output, mask, counts, kept

@@ -7,6 +7,8 @@ rounds once, in the order written; sums are the ordered float64 sums of statisti
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,18 @@ _C2, _C3, _C4, _C5 = 0.499992311000824, 0.16667115688323975, 0.04189033433794975
 
 Kept = Tensor | tuple[Tensor, Tensor, Tensor]
 """BatchNorm's input as it was kept: float32, bfloat16, or (values int8, step (C,), centre (C,))."""
+
+Residual = Tensor | tuple[Tensor, Tensor] | None
+"""What is added before the activation: float32, or (values int8, scale) for values · scale."""
+
+
+class Into(NamedTuple):
+    """Where a pass writes instead of into tensors of its own: channels [start, start + C) of tensors (N, width, ...) that lie
+    dense, channels last."""
+
+    values: Tensor | None
+    output: Tensor | None
+    pitch: int  # the width: elements from pixel to pixel
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -121,17 +135,20 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return total, squares, rows.amin(0) + 0.0, rows.amax(0) + 0.0  # adding +0 leaves one kind of zero
 
 
-def _z(x: Tensor, a: Tensor, b: Tensor, residual: Tensor | None) -> Tensor:
+def _z(x: Tensor, a: Tensor, b: Tensor, residual: Residual) -> Tensor:
     z = column(a, x) * x + column(b, x)
+    if isinstance(residual, tuple):
+        values, scale = residual
+        return z + values.to(torch.float32) * scale
     return z if residual is None else z + residual
 
 
-def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Tensor | None, activation: str) -> Tensor:
+def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
     return statistics.absmax(activate(_z(x, a, b, residual), activation), -1).reshape(())
 
 
 def normalize(
-    x: Tensor, a: Tensor, b: Tensor, residual: Tensor | None, activation: str, clip: Tensor | None, want_mask: bool
+    x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str, clip: Tensor | None, want_mask: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """values, scale, output, mask, counts."""
     z = _z(x, a, b, residual)

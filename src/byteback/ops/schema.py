@@ -157,12 +157,17 @@ def _conv_checked(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geome
     return size
 
 
+def output_plan(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> native_kernels.Plan:
+    """The checked plan of a convolution's output, for operators around it."""
+    arguments = (x, x_scale, w, w_scale, *geometry)
+    return _planned("output", lambda: _conv_checked(*arguments), *arguments)
+
+
 def _conv(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
     arguments = (x, x_scale, w, w_scale, *geometry)
     path = _path(x, x_scale, w, w_scale)
     if path is not None:
-        plan = _planned("output", lambda: _conv_checked(*arguments), *arguments)
-        return native_kernels.run(path, plan, x, x_scale, w, w_scale)
+        return native_kernels.run(path, output_plan(*arguments), x, x_scale, w, w_scale)
     size = _conv_checked(*arguments)
     if 0 in x.shape or 0 in w.shape:
         return layout.empty_like_product(size, x, w).zero_()

@@ -22,6 +22,7 @@ from byteback.quantize import ClipRule, TensorRule
 NONFINITE_POLICIES = ("raise", "skip", "propagate")
 EVAL_CLIPS = ("tracked", "batch")
 NORM_MEMORIES = ("float32", "bfloat16", "int8")
+RESIDUAL_MEMORIES = ("float32", "int8")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Recipe:
     eval_clip                    eval quantizes inputs with the clip "tracked" in training, or with each "batch"'s own
     momentum                     of the tracked clip's exponential average
     norm_memory                  what a fused block keeps of its norm's input for backward: "float32", "bfloat16" or "int8"
+    residual_memory              what a fused block adds: the residual as "float32", or its "int8" copy, values · scale
     observe_every                iterations between two measurements of the direction deviation (for `health`)
     """
 
@@ -68,6 +70,7 @@ class Recipe:
     momentum: float = 0.1
     observe_every: int = 10
     norm_memory: str = "float32"
+    residual_memory: str = "float32"
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -75,6 +78,7 @@ class Recipe:
             (self.on_nonfinite, NONFINITE_POLICIES, "on_nonfinite"),
             (self.eval_clip, EVAL_CLIPS, "eval_clip"),
             (self.norm_memory, NORM_MEMORIES, "norm_memory"),
+            (self.residual_memory, RESIDUAL_MEMORIES, "residual_memory"),
         ):
             if value not in known:
                 raise ValueError(f"{name}: {what} is {value!r}; choose one of {', '.join(known)}.")

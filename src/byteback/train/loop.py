@@ -29,7 +29,9 @@ class Result:
     seconds: float
 
 
-def train(config: TrainConfig, recipe: str, data: tuple[Split, Split], on_step: Callable[[float], None]) -> Result:
+def train(
+    config: TrainConfig, recipe: str | byteback.Recipe, data: tuple[Split, Split], on_step: Callable[[float], None]
+) -> Result:
     """Trains config.model from scratch and tests it; `on_step` hears the loss of every step."""
     training, test = data
     torch.manual_seed(config.seed)
@@ -59,7 +61,9 @@ def train(config: TrainConfig, recipe: str, data: tuple[Split, Split], on_step: 
         loss_of_epoch = sum(losses) / len(losses)
     seconds = time.perf_counter() - start
     accuracy, test_loss = evaluate(model, test)
-    return Result(recipe, config.seed, accuracy, loss_of_epoch, test_loss, seconds)
+    return Result(
+        recipe if isinstance(recipe, str) else type(recipe).slug, config.seed, accuracy, loss_of_epoch, test_loss, seconds
+    )
 
 
 @torch.no_grad()
