@@ -92,6 +92,7 @@ class Journal:
         """Appends a record."""
         try:
             self._file.write(json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
+            self._file.flush()  # so that one can watch it grow
         except OSError as error:
             raise self._failed(error) from error
 

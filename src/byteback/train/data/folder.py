@@ -72,6 +72,7 @@ class FromFolder:
             num_workers=self.workers,
             collate_fn=_collated,
             worker_init_fn=_leave_signals_to_the_parent,
+            generator=torch.Generator(),  # else it would draw from the one that dropout uses
         )
         for batch in loader:
             if isinstance(batch, Unreadable):
