@@ -226,4 +226,8 @@ def test_the_table_pairs_seeds_with_those_of_float32() -> None:
     # differences +0.01 and -0.02: mean -0.005, sample deviation 0.03/√2, standard error that over √2 = 0.015
     assert row["difference"] == pytest.approx(-0.005) and row["difference_error"] == pytest.approx(0.015)
     assert row["ratio_to_float32"] == pytest.approx(1.5) and row["saved_ratio"] == pytest.approx(0.5)
-    assert row["seeds"] == [0, 1, 2]
+    assert row["seeds"] == [0, 1, 2] and row["diverged"] == []
+    lost = {**member("unified-int8", 0, 0.1, 1.0), "state": "diverged"}
+    (*_, last) = results.rows([*found, lost])
+    assert last["diverged"] == [0] and last["accuracy"] is None
+    assert results.comparison([float_row, row, last])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How it goes, live: a bar with speed, loss and accuracy, and the health of the int8 layers below it.
+"""How it goes, live: a bar, a line with speed, loss and accuracy, and one with the health of the int8 layers.
 
 Where the output is no terminal there is one line per epoch instead.
 """
@@ -28,18 +28,12 @@ class Display:
     def __init__(self, console: Console, members: int, epochs: int) -> None:
         self.console, self.members, self.epochs = console, members, epochs
         self.started, self.looked = 0, 0.0
-        self.name, self.accuracy, self.speed, self.smoothed = "", "", 0.0, 0.0
-        columns = ("{task.fields[number]}", "[bold]{task.description}", "epoch {task.fields[epoch]}")
-        values = (
-            "{task.fields[speed]} images/s",
-            "loss {task.fields[loss]}",
-            "{task.fields[accuracy]}",
-            "{task.fields[left]} left",
-        )
-        self.bar = Progress(*map(TextColumn, columns), BarColumn(bar_width=24), *map(TextColumn, values), console=console)
+        self.name, self.accuracy, self.smoothed = "", "", 0.0
+        columns = (TextColumn("{task.fields[number]} [bold]{task.description}[/]"), TextColumn("{task.fields[epoch]}"))
+        self.bar = Progress(*columns, BarColumn(bar_width=20), TextColumn("{task.fields[left]}"), console=console)
         self.task: TaskID | None = None
-        self.health = Text("", style="dim")
-        self.live = Live(Group(self.bar, self.health), console=console, refresh_per_second=4, transient=True)
+        self.speed, self.health = Text(""), Text("", style="dim")
+        self.live = Live(Group(self.bar, self.speed, self.health), console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Display:
         if self.console.is_terminal:
@@ -52,13 +46,11 @@ class Display:
     def begin(self, member: Member) -> None:
         """The next member."""
         self.started += 1
-        self.name, self.accuracy, self.smoothed, self.speed = f"{member.variant.name} seed {member.seed}", "", 0.0, 0.0
+        self.name, self.accuracy, self.smoothed = f"{member.variant.name} seed {member.seed}", "", 0.0
         if self.task is not None:
             self.bar.remove_task(self.task)
-        number = f"{self.started}/{self.members}"
-        empty: dict[str, Any] = dict.fromkeys(("epoch", "speed", "loss", "accuracy", "left"), "-")
-        self.task = self.bar.add_task(self.name, total=None, number=number, **empty)
-        self.health.plain = ""
+        self.task = self.bar.add_task(self.name, total=None, number=f"{self.started}/{self.members}", epoch="", left="")
+        self.speed.plain = self.health.plain = ""
 
     def on_step(self, progress: State, loss: float, steps: int, model: nn.Module) -> None:
         self.smoothed = loss if self.smoothed == 0.0 else 0.95 * self.smoothed + 0.05 * loss
@@ -66,21 +58,17 @@ class Display:
         if not self.console.is_terminal or self.task is None or now - self.looked < _SECONDS:
             return
         self.looked = now
-        per_step = progress.seconds / max(progress.in_epoch, 1)
-        trained = f"train {progress.correct / max(progress.images, 1):.1%}"
-        self.bar.update(
-            self.task,
-            total=steps * self.epochs,
-            completed=progress.step,
-            epoch=f"{min(progress.epoch + 1, self.epochs)}/{self.epochs}",
-            speed=f"{progress.images / max(progress.seconds, 1e-9):,.0f}",
-            loss=f"{self.smoothed:.3f}",
-            accuracy=trained + (f" test {self.accuracy}" if self.accuracy else ""),
-            left=_clock(per_step * (steps * self.epochs - progress.step)),
+        left = progress.seconds / max(progress.in_epoch, 1) * (steps * self.epochs - progress.step)
+        epoch = f"epoch {min(progress.epoch + 1, self.epochs)}/{self.epochs}"
+        self.bar.update(self.task, total=steps * self.epochs, completed=progress.step, epoch=epoch, left=f"{_clock(left)} left")
+        seconds = max(progress.seconds, 1e-9)
+        self.speed.plain = (
+            f"    {progress.images / seconds:,.0f} images/s, {progress.wait_seconds / seconds:.1%} waiting for data; "
+            f"loss {self.smoothed:.3f}, train {progress.correct / max(progress.images, 1):.1%}"
+            + (f", test {self.accuracy}" if self.accuracy else "")
         )
-        waiting = progress.wait_seconds / max(progress.seconds, 1e-9)
         health = str(watch.health_line(model))
-        self.health.plain = f"    {waiting:.1%} of the time waiting for data" + (f"; {health}" if health else "")
+        self.health.plain = f"    {health}" if health else ""
 
     def on_epoch(self, record: dict[str, Any]) -> None:
         self.accuracy = f"{record['test_accuracy']:.2%}"

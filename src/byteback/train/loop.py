@@ -8,6 +8,7 @@ All that training goes on from is in the model, the optimizer, torch's generator
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -31,6 +32,10 @@ from byteback.train.variants import Variant
 
 METRICS, HISTOGRAMS = "metrics.jsonl", "histograms.jsonl"
 _TEST_BATCH = 250
+
+
+class Diverged(Exception):
+    """The loss is no number any more, or a gradient was none that could be quantized."""
 
 
 class Listener(Protocol):
@@ -96,6 +101,11 @@ class Run:
         except Stopped:
             self._save(LAST)
             raise
+        except (Diverged, byteback.NonFiniteError) as error:
+            # An honest result: the other members go on. The checkpoint stays the last one that was sound.
+            now = self.progress
+            self.metrics.write({"kind": "diverged", "epoch": now.epoch, "step": now.step, "why": str(error)})
+            self.metrics.synced()
         finally:
             self.metrics.close()
             self.pictures.close()
@@ -113,6 +123,8 @@ class Run:
                 group["lr"] = self._lr(now.step)
             logits = self.model(images)
             loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
+            if not math.isfinite(loss.item()):
+                raise Diverged(f"the loss became {loss.item()} in step {now.step} of epoch {now.epoch}")
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             self.optimizer.step()

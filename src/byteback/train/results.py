@@ -24,7 +24,7 @@ _MEANS = ("accuracy", "best_accuracy", "train_loss", "test_loss", "images_per_se
 
 def is_finished(folder: Path) -> bool:
     """Whether the member of this folder has nothing left to do."""
-    return any(record.get("kind") == "end" for record in files.read_lines(folder / METRICS)[-1:])
+    return any(record.get("kind") in ("end", "diverged") for record in files.read_lines(folder / METRICS)[-1:])
 
 
 def member_result(member: Member, run: Path) -> dict[str, Any]:
@@ -34,7 +34,8 @@ def member_result(member: Member, run: Path) -> dict[str, Any]:
     epochs = [record for record in records if record["kind"] == "epoch"]
     last = epochs[-1] if epochs else {}
     end = next((record for record in records if record["kind"] == "end"), None)
-    state = "finished" if end else "stopped" if (member.folder / LAST).exists() else "waiting"
+    diverged = any(record["kind"] == "diverged" for record in records)
+    state = "finished" if end else "diverged" if diverged else "stopped" if (member.folder / LAST).exists() else "waiting"
     return {
         "recipe": member.variant.name,
         "folder": str(member.folder.relative_to(run)),
@@ -54,16 +55,19 @@ def member_result(member: Member, run: Path) -> dict[str, Any]:
 
 
 def rows(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per recipe: means over its finished seeds, and the paired difference to float32."""
-    done = [result for result in results if result["state"] == "finished"]
+    """One row per recipe: means over its finished seeds, those that diverged, and the paired difference to float32."""
+    over = [result for result in results if result["state"] in ("finished", "diverged")]
+    done = [result for result in over if result["state"] == "finished"]
     base = {result["seed"]: result for result in done if result["recipe"] == FLOAT}
     table = []
-    for recipe in dict.fromkeys(result["recipe"] for result in done):
+    for recipe in dict.fromkeys(result["recipe"] for result in over):
+        lost = [result for result in over if result["recipe"] == recipe and result["state"] == "diverged"]
         own = [result for result in done if result["recipe"] == recipe]
         row: dict[str, Any] = {
             "recipe": recipe,
-            "folder": own[0]["folder"].rsplit("/", 1)[0],
-            "seeds": [r["seed"] for r in own],
+            "folder": (own or lost)[0]["folder"].rsplit("/", 1)[0],
+            "seeds": [result["seed"] for result in own],
+            "diverged": [result["seed"] for result in lost],
         }
         row.update({name: _mean([result[name] for result in own]) for name in _MEANS})
         row["accuracy_spread"] = _spread([result["accuracy"] for result in own])
@@ -91,21 +95,23 @@ def comparison(table: Sequence[dict[str, Any]]) -> Any:
     """The closing table, for people."""
     lines = []
     for row in table:
+        lost = f"{len(row['diverged'])} diverged" if row["diverged"] else ""
+        if not row["seeds"]:
+            lines.append([row["recipe"], "0", lost, *[""] * 6])
+            continue
         spread, error = row["accuracy_spread"], row["difference_error"]
         difference = "" if row["difference"] is None else f"{100 * row['difference']:+.2f}"
         lines.append(
             [
                 row["recipe"],
-                str(len(row["seeds"])),
+                str(len(row["seeds"])) + (f" ({lost})" if lost else ""),
                 f"{row['accuracy']:.2%}" + (f" ± {100 * spread:.2f}" if spread is not None else ""),
                 difference + (f" ± {100 * error:.2f}" if error is not None else ""),
-                f"{row['train_loss']:.4f}",
-                f"{row['test_loss']:.4f}",
+                *("NaN" if row[name] is None else f"{row[name]:.4f}" for name in ("train_loss", "test_loss")),
                 f"{row['images_per_second']:,.0f}",
                 "" if row["ratio_to_float32"] is None else f"{row['ratio_to_float32']:.2f}x",
-                f"{row['saved_bytes'] / 2**20:.1f} MB"
-                + ("" if row["saved_ratio"] is None else f" ({row['saved_ratio']:.2f}x)"),
+                f"{row['saved_bytes'] / 2**20:.1f} MB" + ("" if row["saved_ratio"] is None else f" {row['saved_ratio']:.2f}x"),
             ]
         )
-    columns = ["recipe", "seeds", "accuracy", "points", "train loss", "test loss", "images/s", "speed", "saved for backward"]
+    columns = ["recipe", "seeds", "accuracy", "points", "train loss", "test loss", "images/s", "speed", "saved"]
     return tables.build(TITLE, columns, lines)

@@ -83,7 +83,9 @@ def _train(config: TrainConfig, folder: Path, members: list[Member], images: dat
                 else:
                     train(config, member, images, display, stop)
                     done = results.member_result(member, folder)
-                    if console.is_terminal:
+                    if done["state"] == "diverged":
+                        display.say(f"{member.variant.name} seed {member.seed} diverged in epoch {done['epochs'] + 1}")
+                    elif console.is_terminal:
                         display.say(
                             f"{member.variant.name} seed {member.seed}: {done['accuracy']:.2%} in {done['seconds']:.0f} s"
                         )
@@ -111,9 +113,7 @@ def _folder(config: TrainConfig) -> Path:
                 f"train: {folder} holds a run already. Go on with it: {resume_command(folder)}; or choose another --output-dir."
             )
         return folder
-    name = f"{Path(config.data).name if config.kind() == 'folder' else config.data}-{config.model}".replace(":", "-").replace(
-        "/", "-"
-    )
+    name = f"{Path(config.data.partition(':')[2] or config.data).name}-{config.model}".replace(":", "-").replace("/", "-")
     base = Path("runs") / name
     number, folder = 1, base
     while (folder / config_file.NAME).exists():
@@ -135,7 +135,7 @@ def summarize(config: TrainConfig, folder: Path, members: list[Member], images: 
         **{"data": config.data, "model": config.model, "image_size": images.image_size, "classes": images.classes},
         **{"epochs": config.epochs, "batch_size": config.batch_size, "seeds": list(config.seed)},
         **{"threads": config.threads, "path": native.current(), "byteback": byteback.__version__, "torch": torch.__version__},
-        "finished": all(result["state"] == "finished" for result in found),
+        "finished": all(result["state"] in ("finished", "diverged") for result in found),
         "command": shlex.join(["byteback", *sys.argv[1:]]),
         "rows": results.rows(found),
         "members": found,

@@ -24,7 +24,7 @@ class HealthLine(NamedTuple):
     def __str__(self) -> str:
         if self.deviation is None:
             return ""
-        return f"worst deviation {self.deviation:.1e} in {self.layer}, {self.at_floor} layers at the learning-rate floor"
+        return f"worst deviation {self.deviation:.1e} in {self.layer}; {self.at_floor} layers at the lr floor"
 
 
 def health_line(model: nn.Module) -> HealthLine:
