@@ -14,28 +14,33 @@ import pytest
 from byteback.ops import native
 
 
-def byteback(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def byteback(*args: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "byteback", *args],
         capture_output=True,
         text=True,
         timeout=300,
+        cwd=cwd,
         env={**os.environ, "COLUMNS": "160", **environment},
     )
 
 
-def test_train_compares_float_with_a_recipe_on_embedded_data() -> None:
-    done = byteback("train", "--epochs", "1", "--recipe", "float32", "unified-int8")
+def test_train_compares_float_with_a_recipe_on_embedded_data(tmp_path: Path) -> None:
+    done = byteback("train", "--epochs", "1", "--recipe", "float32", "unified-int8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    table = done.stdout.split("Same seed, same data order")[1]
-    assert "float32" in table and "unified-int8" in table and "accuracy" in table
+    table = done.stdout.split("Same seeds, same data order")[1]
+    assert "float32" in table and "unified-int8" in table and "accuracy" in table and "runs/digits-resnet8" in table
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        pytest.param(["train", "--recipe", "unifed-int8"], "Did you mean 'unified-int8'?", id="misspelt recipe"),
-        pytest.param(["train", "--epochs", "0"], "at least 1 epoch", id="no epoch"),
+        pytest.param(["train", "--recipe", "unifed-int8"], "Did you mean unified-int8", id="misspelt recipe"),
+        pytest.param(["train", "--epochs", "0"], "--epochs is 0; it must be at least 1", id="no epoch"),
+        pytest.param(["train", "--data", "cifar"], "Did you mean cifar10", id="misspelt data set"),
+        pytest.param(["train", "--data", "cifar10", "--data-path", "no", "--no-download"], "data_batch_1", id="no data"),
+        pytest.param(["train", "--epoch", "1"], "--epochs", id="misspelt flag"),
+        pytest.param(["eval", "absent.pt"], "no such checkpoint", id="missing checkpoint"),
         pytest.param(["train", "--model", "resnet21"], "resnet20", id="misspelt model"),
         pytest.param(["train", "--lr", "fast"], "lr", id="word for a number"),
         pytest.param(["bench", "kernels", "--shapes", "resnet19"], "resnet18", id="misspelt network"),
@@ -61,12 +66,22 @@ def test_doctor_names_the_paths_and_why() -> None:
     assert done.returncode == 0, done.stderr
     for path in native.PATHS:
         assert path in done.stdout
+    assert "digits" in done.stdout and "cifar10" in done.stdout
     assert f"operators take the path {native.available()[0]}" in done.stdout
 
 
 def test_the_bare_command_helps_and_the_version_is_told() -> None:
     assert "verify" in byteback().stdout
     assert byteback("--version").stdout.startswith("byteback 0.")
+
+
+def test_recipes_and_models_are_listed() -> None:
+    recipes = byteback("recipes").stdout
+    for said in ("float32", "plain-int8", "distribution-adaptive-int8", "grad_output.clip.period"):
+        assert said in recipes
+    models = byteback("models").stdout
+    for said in ("resnet56", "853,018", "mobilenet_v2", "efficientnet_b0", "timm:NAME"):
+        assert said in models
 
 
 def test_verify_compares_every_native_path() -> None:
@@ -76,8 +91,8 @@ def test_verify_compares_every_native_path() -> None:
         assert path == "reference" or f"path {path}" in done.stdout
 
 
-def test_an_unknown_path_in_the_environment_is_refused() -> None:
-    done = byteback("train", "--epochs", "1", "--recipe", "plain-int8", BYTEBACK_PATH="avx3")
+def test_an_unknown_path_in_the_environment_is_refused(tmp_path: Path) -> None:
+    done = byteback("train", "--epochs", "1", "--recipe", "plain-int8", cwd=tmp_path, BYTEBACK_PATH="avx3")
     assert done.returncode != 0
     assert "BYTEBACK_PATH is set to 'avx3'" in done.stderr and "Traceback" not in done.stderr
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `byteback`. Its flags come from dataclasses; there is no parser here.
 
-byteback train            a small ResNet on embedded data in float32 and in int8, side by side
+byteback train            a network in float32 and in int8, side by side, on the same seeds and data
+byteback eval             a checkpoint on the test images
+byteback recipes, models  what there is to choose from
 byteback bench step       a network's whole training step against PyTorch FP32, with its parts and its memory
 byteback bench growth     the same ratio over batch and image sizes
 byteback bench inference  the forward pass in eval mode against PyTorch FP32
@@ -27,7 +29,7 @@ def main() -> None:
 
         from byteback import __version__
         from byteback.bench import doctor, growth, inference, kernels, step, verify
-        from byteback.train import side_by_side
+        from byteback.train import config_file, evaluate, listing, side_by_side
         from byteback.train.config import TrainConfig
     except ImportError as error:
         sys.exit(f"byteback: {_NEEDS.format(name=error.name)}")
@@ -37,9 +39,12 @@ def main() -> None:
         return
     if not sys.argv[1:]:
         sys.argv.append("--help")
-    # name -> (dataclass with the flags, what to do with it); a command that returns False has failed
+    # name -> (dataclass with the flags, what to do with it); a command that returns False has failed, a number is its exit code
     commands: dict[str, tuple[type, Callable[[Any, Console], Any]]] = {
         "train": (TrainConfig, side_by_side.run),
+        "eval": (evaluate.EvalConfig, evaluate.run),
+        "recipes": (listing.RecipesConfig, listing.recipes),
+        "models": (listing.ModelsConfig, listing.model_names),
         "bench kernels": (kernels.KernelsConfig, kernels.run),
         "bench step": (step.StepConfig, step.run),
         "bench growth": (growth.GrowthConfig, growth.run),
@@ -49,16 +54,20 @@ def main() -> None:
     }
     bench = _bench({name.split()[1]: kind for name, (kind, _) in commands.items() if name.startswith("bench ")})
     flags: dict[str, Any] = {name.split()[0]: bench if " " in name else kind for name, (kind, _) in commands.items()}
-    config = tyro.extras.subcommand_cli_from_dict(flags, prog="byteback", description="INT8 training of CNNs.")
-    run = next(command for kind, command in commands.values() if kind is type(config))
     try:
+        if sys.argv[1] == "train":  # its defaults may come from a file
+            config = config_file.from_command_line(sys.argv[2:])
+        else:
+            config = tyro.extras.subcommand_cli_from_dict(flags, prog="byteback", description="INT8 training of CNNs.")
+        run = next(command for kind, command in commands.values() if kind is type(config))
         # A pipe has no width of its own, and rich would fold wide tables to 80 columns.
-        failed = run(config, Console(width=None if sys.stdout.isatty() else 180)) is False
+        code = run(config, Console(width=None if sys.stdout.isatty() else 180))
     except (ValueError, ImportError, RuntimeError, OSError) as error:
         sys.exit(f"byteback: {error}")
     except KeyboardInterrupt:
-        sys.exit("\nbyteback: stopped. Nothing was written.")
-    sys.exit(1 if failed else 0)
+        print("\nbyteback: stopped at once; what was saved before is still there.", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(1 if code is False else code if isinstance(code, int) and code is not True else 0)
 
 
 def _bench(kinds: dict[str, type]) -> Callable[[Any], Any]:

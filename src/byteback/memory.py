@@ -103,7 +103,7 @@ def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
     {'float32': (2, 1888)}
     """
     args = input if isinstance(input, tuple) else (input,)
-    with _as_it_was(model, args):
+    with as_it_was(model, args):
         found: dict[int, tuple[str, int]] = {}
         pool.release()  # else buffers of earlier steps would count
         pooled = _forward_backward(model, args, found)
@@ -113,7 +113,7 @@ def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
         if address not in own:
             storages, total = kept.get(dtype, (0, 0))
             kept[dtype] = (storages + 1, total + size)
-    with _as_it_was(model, args):
+    with as_it_was(model, args):
         pool.release()
         peak = peak_growth(lambda: _forward_backward(model, args, {}))
     return MemoryReport(
@@ -164,7 +164,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
+def as_it_was(model: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
     """Puts the model in training mode without gradients, and everything back at the end."""
     modules = list(model.modules())
     buffers = [dict(module._buffers) for module in modules]

@@ -15,13 +15,17 @@ from rich.console import Console
 
 from byteback import __version__, tables
 from byteback.ops import native
+from byteback.train import data
 
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
 
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Say what this machine and this build can run, and why."""
+    """Say what this machine and this build can run, and why; and which data sets are here."""
+
+    data_path: str | None = None
+    """Where the data sets lie. Default: $BYTEBACK_DATA, else ./data."""
 
 
 def _version(package: str) -> str:
@@ -49,17 +53,19 @@ def run(config: DoctorConfig, console: Console) -> None:
         ["byteback", __version__],
         ["python", sys.version.split()[0]],
         ["torch", torch.__version__],
-        *([name, _version(name)] for name in ("torchvision", "numpy", "rich", "tyro", "scikit-learn")),
+        *([name, _version(name)] for name in ("torchvision", "numpy", "rich", "tyro", "scikit-learn", "tensorboard", "timm")),
         ["system", f"{platform.system()} {platform.machine()}"],
         ["cpu", model],
         ["flags", flags],
         ["threads", str(torch.get_num_threads())],
-        [native.VARIABLE, os.environ.get(native.VARIABLE, "not set")],
+        *([name, os.environ.get(name, "not set")] for name in (native.VARIABLE, data.VARIABLE)),
     ]
     console.print(tables.build("This machine", ["what", "is"], rows, left=2))
     paths = [[path, native.why_not(path) or "can run"] for path in reversed(native.PATHS)]
     console.print()
     console.print(tables.build("Paths, fastest first", ["path", "state"], paths, left=2))
+    console.print()
+    console.print(tables.build("Data sets", ["name", "where"], [list(row) for row in data.state(config.data_path)], left=2))
     console.print(f"\noperators take the path [bold]{native.current()}[/]")
     if native.library is None:
         console.print("There is no native library, so everything runs on the reference path: right, but slower than float32.")

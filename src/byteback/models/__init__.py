@@ -60,7 +60,7 @@ def build(name: str, image_size: int = 32, num_classes: int = 10, in_channels: i
             f"byteback.models.build: {name} was asked for {in_channels} input channels; it is torchvision's network, "
             f"whose first layer takes 3. Repeat the channels to 3, or use one of {', '.join(_SMALL_RESNET_BLOCKS)}."
         )
-    return _VARIANTS[name](num_classes) if image_size == SMALL_IMAGE else _torchvision(name, image_size, num_classes)
+    return _VARIANTS[name](num_classes) if image_size == SMALL_IMAGE else torchvision_network(name, image_size, num_classes)
 
 
 def names(image_size: int = 32) -> list[str]:
@@ -95,7 +95,8 @@ def _unknown(name: str, image_size: int, known: list[str]) -> str:
     )
 
 
-def _torchvision(name: str, image_size: int, num_classes: int) -> nn.Module:
+def torchvision_network(name: str, image_size: int, num_classes: int) -> nn.Module:
+    """torchvision's own network of that name, untrained, whatever the size of the images."""
     models = load().models
     smallest = max(models.get_model_weights(name).DEFAULT.meta.get("min_size", (1, 1)))
     if image_size < smallest:

@@ -1,37 +1,149 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TrainConfig: the single source of the command line's flags and defaults."""
+"""TrainConfig: the single source of the command line's flags, of what a TOML file may say, and of the defaults.
+
+A field that is None depends on the data set; `complete` fills it in. `config_file.py` reads and writes TOML.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-FLOAT = "float32"
+import tyro
+
+from byteback.train.variants import FLOAT, Variant, parse
+
+# What a data set brings along where the user says nothing: model, epochs, batch size, image size.
+_DEFAULTS: dict[str, tuple[str, int, int, int]] = {
+    "digits": ("resnet8", 12, 64, 8),
+    "cifar10": ("resnet20", 15, 128, 32),
+    "cifar100": ("resnet20", 15, 128, 32),
+    "fashion-mnist": ("resnet20", 10, 128, 32),
+    "folder": ("resnet18", 30, 64, 224),
+}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a small ResNet on handwritten digits, in float32 and in int8, with the same seed and data order."""
+    """Train a network in float32 and in int8, with the same seeds and the same data in the same order, and compare them.
 
+    Without any flag: a small ResNet on handwritten digits, in about a minute.
+    """
+
+    model: str | None = None
+    """A network by name (`byteback models` lists them). Default: resnet8 for digits, resnet18 for folders, else resnet20."""
+    data: str = "digits"
+    """digits, cifar10, cifar100, fashion-mnist, or folder:PATH with PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE."""
+    data_path: str | None = None
+    """Where the data sets lie. Default: $BYTEBACK_DATA, else ./data."""
     recipe: tuple[str, ...] = (FLOAT, "unified-int8", "distribution-adaptive-int8")
-    """What to compare, in this order: float32, plain-int8, unified-int8, distribution-adaptive-int8."""
-    model: str = "resnet8"
-    """resnet8 or resnet20."""
-    epochs: int = 12
-    """Passes over the training images."""
-    batch_size: int = 64
-    """Images per step."""
+    """What to compare, in this order (`byteback recipes` lists them). Fields change by NAME:field=value,field=value."""
+    seed: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--seeds"])] = (0,)
+    """Seeds of weights, data order, augmentation and rounding noise; every recipe trains once with each."""
+    epochs: int | None = None
+    """Passes over the training images. Default: 12 for digits, 10 for fashion-mnist, 15 for cifar, 30 for folders."""
+    batch_size: int | None = None
+    """Images per step. Default: 64 for digits and folders, else 128."""
     lr: float = 0.1
-    """Learning rate at the start; it falls to zero along a cosine."""
+    """Learning rate of SGD at the start of the schedule."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: float = 1e-4
     """Weight decay of SGD."""
-    seed: int = 0
-    """Seed of the weights, the data order and the rounding noise."""
+    lr_schedule: Literal["cosine", "step", "linear", "constant"] = "cosine"
+    """How the learning rate falls: to zero along a cosine or a line, in steps, or not at all."""
+    lr_step_size: int = 30
+    """Epochs between two steps of the schedule "step"."""
+    lr_gamma: float = 0.1
+    """What such a step multiplies the learning rate with."""
+    warmup_epochs: float = 0.0
+    """Epochs in which the learning rate first grows from zero; parts of one are fine."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread over all classes."""
+    augment: bool = True
+    """Customary augmentation: padded crops and flips for small images, resized crops and flips for folders, none for digits."""
+    image_size: int | None = None
+    """Pixels per side of the images of a folder. Default: 224."""
+    download: bool = True
+    """Download a data set that is not there."""
+    workers: int = 2
+    """Processes that read a folder's images; data sets in memory need none."""
+    threads: int | None = None
+    """Threads for computing. Default: as many as PyTorch chooses."""
+    channels_last: bool = True
+    """Keep images and weights in the memory format channels_last, which int8 kernels read."""
+    output_dir: str | None = None
+    """Folder of the run. Default: runs/DATA-MODEL, with a number behind it when there is one already."""
+    resume: str | None = None
+    """Go on with the run in this folder, bit for bit; finished members are skipped, new seeds and recipes may join."""
+    test_only: bool = False
+    """Train nothing: test the checkpoints of the run named by --resume."""
+    config: str | None = None
+    """A TOML file with the names of these flags; flags given besides it win."""
+    log_every: int = 50
+    """Steps between two records in metrics.jsonl."""
+    checkpoint_seconds: float = 60.0
+    """Seconds between two checkpoints within an epoch; there is one at the end of every epoch in any case."""
+    histogram_every: int = 1
+    """Epochs between two looks at the gradients for histograms.jsonl; 0 for none."""
+    tensorboard: bool = True
+    """Write TensorBoard's event files, where tensorboard is installed."""
+    recipes: Annotated[dict[str, dict[str, Any]], tyro.conf.Fixed, tyro.conf.Suppress] = field(default_factory=dict)
+    """Recipes that a TOML file defines in tables [recipes.NAME]; each says its `base` and what differs."""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 2 or self.lr <= 0.0 or not self.recipe:
-            raise ValueError(
-                f"train: epochs {self.epochs}, batch size {self.batch_size}, lr {self.lr}, recipes {list(self.recipe)}; there "
-                "must be at least 1 epoch, 2 images per batch (BatchNorm needs them), a positive lr and one recipe."
-            )
+        _check(self)
+        self.variants()
+
+    def variants(self) -> list[Variant]:
+        """What `recipe` names."""
+        return [parse(spec, self.recipes) for spec in self.recipe]
+
+    def kind(self) -> str:
+        """The data set without its path."""
+        return self.data.partition(":")[0]
+
+    def complete(self) -> TrainConfig:
+        """The same with every default that depends on the data set filled in.
+
+        >>> TrainConfig(data="cifar10").complete().model
+        'resnet20'
+        """
+        model, epochs, batch_size, image_size = _DEFAULTS.get(self.kind(), _DEFAULTS["folder"])
+        return dataclasses.replace(
+            self,
+            model=self.model or model,
+            epochs=self.epochs or epochs,
+            batch_size=self.batch_size or batch_size,
+            image_size=self.image_size or image_size,
+        )
+
+
+def _check(config: TrainConfig) -> None:
+    """Refuses what cannot train; every sentence says what would."""
+    positive = {"epochs": 1, "batch_size": 2, "threads": 1, "image_size": 8, "log_every": 1, "lr_step_size": 1}
+    for name, least in positive.items():
+        value = getattr(config, name)
+        if value is not None and value < least:
+            why = " (BatchNorm needs two images)" if name == "batch_size" else ""
+            raise ValueError(f"train: {_flag(name)} is {value}; it must be at least {least}{why}.")
+    for name in ("momentum", "weight_decay", "warmup_epochs", "workers", "histogram_every", "checkpoint_seconds"):
+        if getattr(config, name) < 0:
+            raise ValueError(f"train: {_flag(name)} is {getattr(config, name)}; it must not be negative.")
+    if not config.lr > 0.0:
+        raise ValueError(f"train: --lr is {config.lr}; it must be positive.")
+    if not 0.0 <= config.label_smoothing < 1.0:
+        raise ValueError(f"train: --label-smoothing is {config.label_smoothing}; it must lie in [0, 1).")
+    for name in ("recipe", "seed"):
+        values = getattr(config, name)
+        if not values or len(set(values)) != len(values):
+            raise ValueError(f"train: {_flag(name)} is {' '.join(map(str, values)) or 'empty'}; name at least one, each once.")
+    if any(seed < 0 for seed in config.seed):
+        raise ValueError(f"train: --seed is {' '.join(map(str, config.seed))}; seeds must not be negative.")
+    if config.test_only and config.resume is None:
+        raise ValueError("train: --test-only tests the checkpoints of a run; name it: --resume RUN.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

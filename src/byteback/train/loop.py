@@ -1,75 +1,333 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run, readable from top to bottom: the loop of the README with a schedule and a test at the end."""
+"""One training run, readable from top to bottom: a member of a side-by-side run, from its first step to its last.
+
+    start or resume → for each epoch: look at gradients · train · test · write · checkpoint → end
+
+All that training goes on from is in the model, the optimizer, torch's generator and `Progress`; see checkpoint.py.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import byteback
-from byteback import models
-from byteback.train.config import FLOAT, TrainConfig
-from byteback.train.data import Split
+from byteback.ops import native
+from byteback.train import checkpoint, config_file, files, histograms, networks, schedule, watch
+from byteback.train.board import Board
+from byteback.train.checkpoint import BEST, LAST, Progress
+from byteback.train.config import TrainConfig
+from byteback.train.data import Batch, Data, Source, draws
+from byteback.train.interrupt import Stop, Stopped
+from byteback.train.variants import Variant
+
+METRICS, HISTOGRAMS = "metrics.jsonl", "histograms.jsonl"
+_TEST_BATCH = 250
+
+
+class Diverged(Exception):
+    """The loss is no number any more, or a gradient was none that could be quantized."""
+
+
+class Listener(Protocol):
+    """Who wants to hear how it goes: the progress bar."""
+
+    def on_step(self, progress: Progress, loss: float, steps: int, model: nn.Module) -> None: ...
+
+    def on_epoch(self, record: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
-class Result:
-    """What one run came to."""
+class Member:
+    """One recipe with one seed: what it trains with, and where it writes."""
 
-    recipe: str
+    variant: Variant
     seed: int
-    accuracy: float
-    train_loss: float
-    test_loss: float
-    seconds: float
+    folder: Path
 
 
-def train(
-    config: TrainConfig, recipe: str | byteback.Recipe, data: tuple[Split, Split], on_step: Callable[[float], None]
-) -> Result:
-    """Trains config.model from scratch and tests it; `on_step` hears the loss of every step."""
-    training, test = data
-    torch.manual_seed(config.seed)
-    model = models.build(config.model, image_size=8, num_classes=10, in_channels=1)
-    if recipe != FLOAT:
-        byteback.prepare(model, recipe)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    if recipe != FLOAT:
-        byteback.scale_learning_rates(optimizer, model)
-    steps = config.epochs * training.steps(config.batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    order = torch.Generator().manual_seed(config.seed)
+def train(config: TrainConfig, member: Member, data: Data, listener: Listener, stop: Stop) -> None:
+    """Trains a member to its end, from its checkpoint if it has one; raises Stopped, all saved, when asked to."""
+    Run(config.complete(), member, data, listener, stop).run()
 
-    start = time.perf_counter()
-    loss_of_epoch = 0.0
-    for _ in range(config.epochs):
-        model.train()
-        losses = []
-        for images, labels in training.batches(config.batch_size, order):
-            loss = F.cross_entropy(model(images), labels)
-            optimizer.zero_grad(set_to_none=True)
+
+class Run:
+    """A member in training."""
+
+    def __init__(self, config: TrainConfig, member: Member, data: Data, listener: Listener, stop: Stop) -> None:
+        assert config.model and config.epochs and config.batch_size  # complete() filled them in
+        self.config, self.member, self.data, self.listener, self.stop = config, member, data, listener, stop
+        self.epochs, self.batch_size, self.model_name = config.epochs, config.batch_size, config.model
+        self.steps = draws.steps(len(data.train), config.batch_size)  # of an epoch
+        self.channels = networks.channels_for(config.model, data.channels)
+
+        torch.manual_seed(member.seed)
+        self.model = build(config, member.variant, data, self.channels)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+        )
+        self.scaling = byteback.scale_learning_rates(self.optimizer, self.model) if member.variant.recipe else None
+        self.progress = Progress()
+        self.saved_at = time.monotonic()
+
+    # ---- the whole of it ----
+
+    def run(self) -> None:
+        member = self.member
+        files.make_folder(member.folder)
+        lengths = self._resume()
+        self.metrics = files.Journal(member.folder / METRICS, lengths.get(METRICS, 0))
+        self.pictures = files.Journal(member.folder / HISTOGRAMS, lengths.get(HISTOGRAMS, 0))
+        self.board = Board(member.folder, self.progress.step, self.config.tensorboard)
+        try:
+            if not lengths:
+                own = replace(self.config, recipe=(member.variant.name,), seed=(member.seed,))
+                files.replace(member.folder / config_file.NAME, config_file.to_text(own).encode())
+                self.metrics.write(self._start())
+            while self.progress.epoch < self.epochs:
+                self._epoch()
+            contents = self._save(LAST)
+            self.metrics.write(self._end(checkpoint.fingerprint(contents)))
+            self.metrics.synced()
+        except Stopped:
+            self._save(LAST)
+            raise
+        except (Diverged, byteback.NonFiniteError) as error:
+            # An honest result: the other members go on. The checkpoint stays the last one that was sound.
+            now = self.progress
+            self.metrics.write({"kind": "diverged", "epoch": now.epoch, "step": now.step, "why": str(error)})
+            self.metrics.synced()
+        finally:
+            self.metrics.close()
+            self.pictures.close()
+            self.board.close()
+
+    def _epoch(self) -> None:
+        now = self.progress
+        chosen = draws.batches(self.member.seed, now.epoch, len(self.data.train), self.batch_size)
+        if now.in_epoch == 0 and self.config.histogram_every and now.epoch % self.config.histogram_every == 0:
+            self._look(chosen[0])
+
+        self.model.train()
+        for images, labels in self._timed(self.data.train, chosen[now.in_epoch :]):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._lr(now.step)
+            logits = self.model(images)
+            loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
+            if not math.isfinite(loss.item()):
+                raise Diverged(f"the loss became {loss.item()} in step {now.step} of epoch {now.epoch}")
+            self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-            on_step(losses[-1])
-        loss_of_epoch = sum(losses) / len(losses)
-    seconds = time.perf_counter() - start
-    accuracy, test_loss = evaluate(model, test)
-    return Result(
-        recipe if isinstance(recipe, str) else type(recipe).slug, config.seed, accuracy, loss_of_epoch, test_loss, seconds
-    )
+            self.optimizer.step()
+            self._count(loss.item(), int((logits.detach().argmax(1) == labels).sum()), len(labels))
+
+        start = time.perf_counter()
+        accuracy, test_loss = test(self.model, self.data.test, self._as_asked, self.stop)
+        self._close_epoch(accuracy, test_loss, time.perf_counter() - start)
+
+    # ---- within an epoch ----
+
+    def _timed(self, source: Source, chosen: list[Tensor]) -> Iterator[Batch]:
+        """The batches, with the time of each step and the share of it that was spent waiting for data."""
+        batches = source.batches(chosen, self.member.seed, self.progress.epoch)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            images, labels = self._as_asked(batch[0]), batch[1]
+            self.progress.wait_seconds += time.perf_counter() - start
+            yield images, labels
+            elapsed = time.perf_counter() - start
+            self.progress.seconds += elapsed
+            self.progress.log_seconds += elapsed
+            self._after_step()
+
+    def _as_asked(self, images: Tensor) -> Tensor:
+        """With the channels and in the memory format that the network is trained in."""
+        if images.shape[1] != self.channels:
+            images = images.expand(-1, self.channels, -1, -1)
+        layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
+        return images.contiguous(memory_format=layout)
+
+    def _lr(self, step: int) -> float:
+        config = self.config
+        warmup, every = round(config.warmup_epochs * self.steps), config.lr_step_size * self.steps
+        total = self.epochs * self.steps
+        return config.lr * schedule.factor(config.lr_schedule, step, total, warmup, every, config.lr_gamma)
+
+    def _count(self, loss: float, correct: int, images: int) -> None:
+        now = self.progress
+        now.step += 1
+        now.in_epoch += 1
+        now.loss, now.correct, now.images = now.loss + loss * images, now.correct + correct, now.images + images
+        now.log_loss, now.log_correct = now.log_loss + loss * images, now.log_correct + correct
+        now.log_images += images
+        now.skipped = self.scaling.skipped if self.scaling else 0
+        self.last_loss = loss
+
+    def _after_step(self) -> None:
+        """What may follow a step: a record, a checkpoint, the end."""
+        now = self.progress
+        if now.step % self.config.log_every == 0 or now.in_epoch == self.steps:
+            health = watch.health_line(self.model)
+            loss = now.log_loss / now.log_images
+            self.metrics.write(
+                {
+                    **{"kind": "step", "epoch": now.epoch, "step": now.step, "loss": loss},
+                    "accuracy": now.log_correct / now.log_images,
+                    "lr": self._lr(now.step - 1),
+                    "images_per_second": now.log_images / max(now.log_seconds, 1e-9),
+                    "deviation": health.deviation,
+                    "layers_at_floor": health.at_floor,
+                }
+            )
+            self.board.step(now.step, loss)
+            now.log_loss, now.log_correct, now.log_images, now.log_seconds = 0.0, 0, 0, 0.0
+        self.listener.on_step(now, self.last_loss, self.steps, self.model)
+        if time.monotonic() - self.saved_at > self.config.checkpoint_seconds:
+            self._save(LAST)
+        self.stop.check()
+
+    # ---- between epochs ----
+
+    def _look(self, first: Tensor) -> None:
+        """Histograms of the gradients of the batch that comes first; training does not notice."""
+        images, labels = next(iter(self.data.train.batches([first], self.member.seed, self.progress.epoch)))
+        self.model.train()
+        smoothing = self.config.label_smoothing
+        for record in histograms.look(
+            self.model, self._as_asked(images), lambda logits: F.cross_entropy(logits, labels, label_smoothing=smoothing)
+        ):
+            self.pictures.write({"epoch": self.progress.epoch, "step": self.progress.step, **record})
+
+    def _close_epoch(self, accuracy: float, test_loss: float, test_seconds: float) -> None:
+        now = self.progress
+        best = accuracy > now.best_accuracy
+        now.train_loss, now.test_loss, now.test_accuracy = now.loss / now.images, test_loss, accuracy
+        now.best_accuracy = max(accuracy, now.best_accuracy)
+        record = {
+            **{"kind": "epoch", "epoch": now.epoch, "step": now.step},
+            "train_loss": now.train_loss,
+            "train_accuracy": now.correct / now.images,
+            **{"test_loss": test_loss, "test_accuracy": accuracy, "best_accuracy": now.best_accuracy},
+            "lr": self._lr(now.step - 1),
+            "images_per_second": now.images / max(now.seconds, 1e-9),
+            "data_wait": now.wait_seconds / max(now.seconds, 1e-9),
+            **{"seconds": now.seconds, "test_seconds": test_seconds, "skipped": now.skipped},
+        }
+        layers = watch.numerics(self.model) if self.member.variant.recipe else None
+        self.metrics.write(record)
+        if layers is not None:
+            self.metrics.write({"kind": "layers", "epoch": now.epoch, "step": now.step, "layers": layers})
+        self.board.epoch(record, layers)
+        self.listener.on_epoch(record)
+        now.speeds.append(record["images_per_second"])
+        now.waits.append(record["data_wait"])
+        now.total_seconds += now.seconds
+        now.epoch, now.in_epoch = now.epoch + 1, 0
+        now.loss, now.correct, now.images, now.seconds, now.wait_seconds = 0.0, 0, 0, 0.0, 0.0
+        if best:
+            self._save(BEST)
+        self._save(LAST)
+
+    # ---- first and last things ----
+
+    def _start(self) -> dict[str, Any]:
+        """The first record: what trains on what, and what a step of it keeps."""
+        config, recipe = self.config, self.member.variant.recipe
+        first = draws.batches(self.member.seed, 0, len(self.data.train), self.batch_size)[0]
+        images, _ = next(iter(self.data.train.batches([first], self.member.seed, 0)))
+        kept = byteback.memory(self.model, self._as_asked(images))
+        return {
+            "kind": "start",
+            "recipe": self.member.variant.name,
+            "recipe_data": recipe.to_dict() if recipe else None,
+            **{"seed": self.member.seed, "model": config.model, "data": config.data, "classes": self.data.classes},
+            **{"train_images": len(self.data.train), "test_images": len(self.data.test)},
+            **{"image_size": self.data.image_size, "channels": self.channels},
+            **{"steps_per_epoch": self.steps, "epochs": self.epochs, "batch_size": self.batch_size},
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            **{"threads": torch.get_num_threads(), "path": native.current()},
+            **{"saved_bytes": kept.saved, "peak_bytes": kept.peak},
+            "layers": watch.described(self.model, recipe is not None),
+        }
+
+    def _end(self, sha256: str) -> dict[str, Any]:
+        now = self.progress
+        return {
+            **{"kind": "end", "epochs": now.epoch, "step": now.step},
+            **{"test_accuracy": now.test_accuracy, "test_loss": now.test_loss, "best_accuracy": now.best_accuracy},
+            "train_loss": now.train_loss,
+            "images_per_second": statistics.median(now.speeds),
+            "data_wait": statistics.median(now.waits),
+            "seconds": now.total_seconds,
+            "state_sha256": sha256,
+        }
+
+    def _save(self, name: str) -> dict[str, Any]:
+        """A checkpoint of this moment."""
+        member, recipe = self.member, self.member.variant.recipe
+        contents = {
+            "config": config_file.to_text(self.config),
+            **{"variant": member.variant.name, "recipe": recipe.to_dict() if recipe else None, "seed": member.seed},
+            **{"classes": self.data.classes, "image_size": self.data.image_size, "channels": self.channels},
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "progress": checkpoint.as_data(self.progress),
+            "lengths": {METRICS: self.metrics.synced(), HISTOGRAMS: self.pictures.synced()},
+        }
+        checkpoint.save(member.folder / name, contents)
+        self.saved_at = time.monotonic()
+        return contents
+
+    def _resume(self) -> dict[str, int]:
+        """Goes on from the newest checkpoint; the lengths of its journals, none for a fresh start."""
+        path = self.member.folder / LAST
+        if not path.exists():
+            return {}
+        contents = checkpoint.load(path)
+        try:
+            self.model.load_state_dict(contents["model"])
+            self.optimizer.load_state_dict(contents["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ValueError(f"{path} does not fit {self.model_name}: {str(error).splitlines()[0]}") from error
+        torch.set_rng_state(contents["random"])
+        self.progress = checkpoint.progress_of(contents)
+        if self.scaling is not None:
+            self.scaling.skipped = self.progress.skipped
+        lengths: dict[str, int] = contents["lengths"]
+        return lengths
+
+
+def build(config: TrainConfig, variant: Variant, data: Data, channels: int) -> nn.Module:
+    """The network of a member, ready to train."""
+    assert config.model
+    model = networks.build(config.model, data.image_size, data.classes, channels)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return byteback.prepare(model, variant.recipe) if variant.recipe else model
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, test: Split) -> tuple[float, float]:
-    """(accuracy, loss) on the test images."""
+def test(model: nn.Module, source: Source, as_asked: Any, stop: Stop | None = None) -> tuple[float, float]:
+    """(accuracy, loss) on the images of a split."""
     model.eval()
-    logits = model(test.images)
-    loss = F.cross_entropy(logits, test.labels).item()
-    return (logits.argmax(1) == test.labels).float().mean().item(), loss
+    correct, loss = 0, 0.0
+    for images, labels in source.batches(torch.arange(len(source)).split(_TEST_BATCH), 0, 0):
+        logits = model(as_asked(images))
+        loss += F.cross_entropy(logits, labels, reduction="sum").item()
+        correct += int((logits.argmax(1) == labels).sum())
+        if stop is not None:
+            stop.check()
+    return correct / len(source), loss / len(source)

@@ -1,57 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several recipes on the same seed and the same data order, then one table."""
+"""`byteback train`: several recipes with several seeds, one after the other on the same data, then one table.
+
+Recipes take turns within a seed, so that a run that is cut short has compared some seeds whole.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from byteback import models, tables
-from byteback.recipes import resolve
-from byteback.train.config import FLOAT, TrainConfig
-from byteback.train.data import digits
-from byteback.train.loop import Result, train
+import byteback
+from byteback.ops import native
+from byteback.train import checkpoint, config_file, data, files, networks, results
+from byteback.train.config import TrainConfig
+from byteback.train.display import Display
+from byteback.train.evaluate import evaluate
+from byteback.train.interrupt import Stop, Stopped
+from byteback.train.loop import Member, train
+
+SUMMARY = "summary.json"
 
 
-def run(config: TrainConfig, console: Console) -> list[Result]:
-    """Trains every recipe of the config with a progress bar, and prints the comparison."""
-    for recipe in config.recipe:
-        if recipe != FLOAT:
-            resolve(recipe)  # a misspelt name should fail before the first run, not after it
-    models.build(config.model, image_size=8, in_channels=1)  # likewise a misspelt model
-    data = digits()
-    training, test = data
-    console.print(
-        f"[bold]{config.model}[/] on {len(training.labels)} handwritten digits of 8x8 pixels "
-        f"({len(test.labels)} for the test), {config.epochs} epochs, seed {config.seed}\n"
+def run(config: TrainConfig, console: Console) -> int:
+    """Trains every member that is not finished yet, and prints the comparison; returns the exit code."""
+    byteback.tune_malloc()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    config = dataclasses.replace(config.complete(), threads=torch.get_num_threads())
+    assert config.model and config.image_size and config.epochs
+    native.current()  # an unknown BYTEBACK_PATH should fail now
+    images = data.load(
+        *(config.data, config.data_path),
+        image_size=config.image_size,
+        augment=config.augment,
+        download=config.download,
+        workers=config.workers,
     )
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
-    results = []
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        for recipe in config.recipe:
-            total = config.epochs * training.steps(config.batch_size)
-            task = progress.add_task(recipe, total=total, loss="  -  ")
-            results.append(
-                train(config, recipe, data, lambda loss, t=task: progress.update(t, advance=1, loss=f"{loss:.3f}"))  # type: ignore[misc]
-            )
-    console.print()
-    console.print(comparison(results))
-    return results
-
-
-def comparison(results: list[Result]) -> object:
-    """The closing table; differences are to float32 where it took part."""
-    base = next((result for result in results if result.recipe == FLOAT), None)
-    rows = [
-        [
-            result.recipe,
-            f"{result.accuracy:.2%}",
-            "" if base is None or result is base else f"{100 * (result.accuracy - base.accuracy):+.2f}",
-            f"{result.train_loss:.4f}",
-            f"{result.test_loss:.4f}",
-            f"{result.seconds:.1f} s",
+    channels = networks.channels_for(config.model, images.channels)
+    parameters = networks.check(config.model, images.image_size, images.classes, channels)
+    folder = _folder(config)
+    files.make_folder(folder)
+    with files.locked(folder):
+        config = dataclasses.replace(config, output_dir=str(folder))
+        members = [
+            Member(variant, seed, folder / variant.folder / f"seed{seed}")
+            for seed in config.seed
+            for variant in config.variants()
         ]
-        for result in results
-    ]
-    columns = ["recipe", "accuracy", "points", "train loss", "test loss", "time"]
-    return tables.build("Same seed, same data order", columns, rows)
+        if config.test_only:
+            return _test(members, config, console)
+        files.replace(folder / config_file.NAME, config_file.to_text(config).encode())
+        console.print(
+            f"[bold]{config.model}[/] ({parameters:,} parameters) on [bold]{config.data}[/]: {len(images.train):,} images of "
+            f"{images.image_size}x{images.image_size} pixels, {len(images.test):,} for the test; {config.epochs} epochs, "
+            "batch size "
+            f"{config.batch_size}, {len(config.recipe)} recipes x {len(config.seed)} seeds, {config.threads} threads, path "
+            f"{native.current()}\nin {folder}\n",
+            highlight=False,
+        )
+        try:
+            return _train(config, folder, members, images, console)
+        finally:
+            images.close()
+
+
+def _train(config: TrainConfig, folder: Path, members: list[Member], images: data.Data, console: Console) -> int:
+    assert config.epochs
+    with Stop() as stop, Display(console, len(members), config.epochs) as display:
+        try:
+            for member in members:
+                stop.check()
+                display.begin(member)
+                if results.is_finished(member.folder):
+                    display.say(f"{member.variant.name} seed {member.seed} is finished already")
+                else:
+                    train(config, member, images, display, stop)
+                    done = results.member_result(member, folder)
+                    if done["state"] == "diverged":
+                        display.say(f"{member.variant.name} seed {member.seed} diverged in epoch {done['epochs'] + 1}")
+                    elif console.is_terminal:
+                        display.say(
+                            f"{member.variant.name} seed {member.seed}: {done['accuracy']:.2%} in {done['seconds']:.0f} s"
+                        )
+                summarize(config, folder, members, images)
+        except Stopped:
+            summarize(config, folder, members, images)
+            display.__exit__()
+            console.print(f"\nStopped; everything is saved. Go on with:\n\n    {resume_command(folder)}\n", highlight=False)
+            return 130
+    table = summarize(config, folder, members, images)["rows"]
+    console.print()
+    console.print(results.comparison(table))
+    console.print(f"\nThe run is in {folder}", highlight=False)
+    return 0
+
+
+def _folder(config: TrainConfig) -> Path:
+    """Where the run goes: a folder that no other run has, unless it is resumed."""
+    if config.resume is not None:
+        return config_file.run_folder(config.resume)
+    if config.output_dir is not None:
+        folder = Path(config.output_dir)
+        if (folder / config_file.NAME).exists():
+            raise ValueError(
+                f"train: {folder} holds a run already. Go on with it: {resume_command(folder)}; or choose another --output-dir."
+            )
+        return folder
+    name = f"{Path(config.data.partition(':')[2] or config.data).name}-{config.model}".replace(":", "-").replace("/", "-")
+    base = Path("runs") / name
+    number, folder = 1, base
+    while (folder / config_file.NAME).exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on with the run of a folder."""
+    return f"byteback train --resume {shlex.quote(str(folder))}"
+
+
+def summarize(config: TrainConfig, folder: Path, members: list[Member], images: data.Data) -> dict[str, Any]:
+    """Writes summary.json: what the members have come to so far."""
+    found = [results.member_result(member, folder) for member in members]
+    summary = {
+        "format": checkpoint.FORMAT,
+        **{"data": config.data, "model": config.model, "image_size": images.image_size, "classes": images.classes},
+        **{"epochs": config.epochs, "batch_size": config.batch_size, "seeds": list(config.seed)},
+        **{"threads": config.threads, "path": native.current(), "byteback": byteback.__version__, "torch": torch.__version__},
+        "finished": all(result["state"] in ("finished", "diverged") for result in found),
+        "command": shlex.join(["byteback", *sys.argv[1:]]),
+        "rows": results.rows(found),
+        "members": found,
+    }
+    files.replace(folder / SUMMARY, json.dumps(summary, indent=1).encode())
+    return summary
+
+
+def _test(members: list[Member], config: TrainConfig, console: Console) -> int:
+    """--test-only: the newest checkpoint of every member."""
+    for member in members:
+        path = member.folder / checkpoint.LAST
+        if not path.exists():
+            console.print(f"{member.variant.name} seed {member.seed}: no checkpoint yet", highlight=False)
+            continue
+        accuracy, loss = evaluate(path, config.data_path, workers=config.workers, download=config.download)
+        console.print(f"{member.variant.name} seed {member.seed}: accuracy {accuracy:.2%}, loss {loss:.4f}", highlight=False)
+    return 0

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorBoard's event files, where tensorboard is installed: the curves of metrics.jsonl, and the numerics by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from byteback.train.watch import Layers
+
+_SCALARS = {
+    "train_loss": "loss/train",
+    "test_loss": "loss/test",
+    "train_accuracy": "accuracy/train",
+    "test_accuracy": "accuracy/test",
+    "images_per_second": "speed/images_per_second",
+    "data_wait": "speed/data_wait",
+    "lr": "optimizer/lr",
+}
+_NUMERICS = ("deviation", "learning_rate_factor", "clip", "saturated", "gaussian_share")
+
+
+class Board:
+    """Writes event files; does nothing where it cannot."""
+
+    def __init__(self, folder: Path, step: int, wanted: bool) -> None:
+        self._writer: Any = None
+        if wanted:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                return
+            # What an interrupted run wrote beyond its checkpoint is hidden.
+            self._writer = SummaryWriter(str(folder), purge_step=step or None)
+
+    def step(self, step: int, loss: float) -> None:
+        """The loss within an epoch."""
+        if self._writer is not None:
+            self._writer.add_scalar("loss/step", loss, step)
+
+    def epoch(self, record: dict[str, Any], layers: Layers | None) -> None:
+        """An epoch's record, and what its layers did."""
+        if self._writer is None:
+            return
+        for field, tag in _SCALARS.items():
+            self._writer.add_scalar(tag, record[field], record["step"])
+        for name, roles in (layers or {}).items():
+            for role, values in roles.items():
+                if role.startswith("grad"):
+                    for what in _NUMERICS:
+                        if values[what] is not None:
+                            self._writer.add_scalar(f"{role}.{what}/{name}", values[what], record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the file."""
+        if self._writer is not None:
+            self._writer.close()

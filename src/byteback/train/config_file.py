@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TOML files and the command line: flags win over the file, the file wins over the defaults.
+
+`--config FILE` and `--resume RUN` (whose config.toml it is) are looked for first, because the rest of the command line is
+read with their contents as defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tyro
+
+from byteback.train.config import TrainConfig
+from byteback.train.near import unknown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+NAME = "config.toml"
+_NEVER_STORED = ("resume", "test_only", "config")
+# What may differ between the parts of a run that was interrupted: none of it changes a number, except that other members join.
+_MAY_CHANGE = (
+    *("recipe", "recipes", "seed", "workers", "data_path", "download", "output_dir", "threads"),
+    *("checkpoint_seconds", "tensorboard", *_NEVER_STORED),
+)
+
+
+def from_command_line(args: Sequence[str]) -> TrainConfig:
+    """The config of `byteback train ARGS`."""
+    file, run = _value(args, "--config"), _value(args, "--resume")
+    if run is not None:
+        stored = read(run_folder(run) / NAME)
+        config = tyro.cli(TrainConfig, default=stored, args=args, prog="byteback train")
+        _refuse_changes(stored, config)
+        return dataclasses.replace(config, output_dir=str(run_folder(run)))
+    default = read(Path(file)) if file is not None else TrainConfig()
+    return tyro.cli(TrainConfig, default=default, args=args, prog="byteback train")
+
+
+def run_folder(path: str) -> Path:
+    """The run's folder, from its name or from one of its checkpoints."""
+    folder = Path(path)
+    if folder.suffix == ".pt":
+        folder = folder.parent.parent.parent
+    if not (folder / NAME).is_file():
+        raise ValueError(f"train: --resume {path}: there is no {NAME} in {folder}, so no run lies there. Name a run's folder.")
+    return folder
+
+
+def _value(args: Sequence[str], flag: str) -> str | None:
+    """What follows a flag, as `--flag value` or `--flag=value`; None where it is not given."""
+    for index, arg in enumerate(args):
+        if arg == flag and index + 1 < len(args):
+            return args[index + 1]
+        if arg.startswith(flag + "="):
+            return arg.removeprefix(flag + "=")
+    return None
+
+
+def _refuse_changes(stored: TrainConfig, asked: TrainConfig) -> None:
+    for field in dataclasses.fields(TrainConfig):
+        before, now = getattr(stored, field.name), getattr(asked, field.name)
+        if field.name not in _MAY_CHANGE and before != now:
+            raise ValueError(
+                f"train: the run was begun with {field.name} = {before!r}, and --resume goes on with it bit for bit; "
+                f"{now!r} would be another run. Leave the flag out, or start a new one with another --output-dir."
+            )
+
+
+def read(path: Path) -> TrainConfig:
+    """The config that a TOML file describes."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: this is no TOML: {error}.") from error
+    except OSError as error:
+        raise ValueError(f"{path}: the config cannot be read: {error.strerror}. Check its name.") from error
+    fields = {field.name for field in dataclasses.fields(TrainConfig)} - set(_NEVER_STORED)
+    hints = get_type_hints(TrainConfig)
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        name = key.replace("-", "_")
+        if name == "seeds":
+            name = "seed"
+        if name not in fields:
+            raise unknown(str(path), "key", key, sorted(fields))
+        values[name] = _typed(path, key, hints[name], value)
+    try:
+        return TrainConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _typed(path: Path, key: str, hint: Any, value: Any) -> Any:
+    """The value as the field's type; a single name or seed is a list of one."""
+    text = str(hint)
+    if text.startswith("tuple"):
+        values = value if isinstance(value, list) else [value]
+        kind: Any = str if "str" in text else int
+        if all(type(item) is kind for item in values):
+            return tuple(values)
+    elif text.startswith("dict"):
+        if isinstance(value, dict) and all(isinstance(table, dict) for table in value.values()):
+            return value
+    elif "float" in text and type(value) in (int, float):
+        return float(value)
+    elif type(value).__name__ in text or (isinstance(value, str) and "Literal" in text):
+        if "Literal" in text and value not in hint.__args__:
+            raise unknown(str(path), f"value of {key}", value, hint.__args__)
+        return value
+    raise ValueError(f"{path}: {key} is {value!r}, a {type(value).__name__}, but it takes {text.replace('typing.', '')}.")
+
+
+def to_text(config: TrainConfig) -> str:
+    """The config as TOML; `read` gives it back.
+
+    >>> print(to_text(TrainConfig(lr=0.05, seed=(0, 1))).splitlines()[5])
+    seed = [0, 1]
+    """
+    lines = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in (*_NEVER_STORED, "recipes"):
+            continue
+        lines.append(f"# {field.name} is not set" if value is None else f"{field.name} = {_toml(value)}")
+    for name, table in config.recipes.items():
+        lines += ["", f"[recipes.{json.dumps(name)}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() else json.dumps(key)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)  # of numbers, truths and strings TOML and JSON think alike

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The images: `load` brings a data set by its name.
+
+`source.py` says what the loop asks of a data set, `draws.py` makes random numbers that belong to an image; `embedded.py`,
+`downloaded.py` and `folder.py` are the three kinds.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from byteback.train.data.downloaded import downloaded, found
+from byteback.train.data.embedded import digits
+from byteback.train.data.folder import folder
+from byteback.train.data.source import Batch, Data, Source
+from byteback.train.near import unknown
+
+__all__ = ["Batch", "Data", "Source", "load", "root", "state", "NAMES"]
+
+NAMES = ("digits", "cifar10", "cifar100", "fashion-mnist")
+VARIABLE = "BYTEBACK_DATA"
+
+
+def root(data_path: str | None = None) -> Path:
+    """Where data sets lie."""
+    return Path(data_path or os.environ.get(VARIABLE) or "data")
+
+
+def load(
+    name: str,
+    data_path: str | None = None,
+    *,
+    image_size: int = 224,
+    augment: bool = True,
+    download: bool = True,
+    workers: int = 0,
+) -> Data:
+    """The data set `name`."""
+    kind, colon, path = name.partition(":")
+    if kind == "folder" and path:
+        return folder(Path(path), image_size, augment, workers)
+    if name not in NAMES:
+        raise unknown("train", "data set", name, [*NAMES, "folder:PATH"])
+    if name == "digits":
+        return digits()
+    return downloaded(name, root(data_path), augment, download)
+
+
+def state(data_path: str | None = None) -> list[tuple[str, str]]:
+    """(name, where it is or that it is not there) of every data set with a name."""
+    where = root(data_path)
+    rows = [("digits", "embedded in scikit-learn")]
+    rows += [(name, str(where) if found(name, where) else f"not in {where}") for name in NAMES[1:]]
+    return rows

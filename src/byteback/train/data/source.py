@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where images come from: what the loop asks of a source, and the source that holds all of them in memory.
+
+Small images are augmented a whole batch at a time by one gather: crop and flip are a choice of rows and columns. That
+takes about a millisecond per batch, so training never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from byteback.train.data import draws
+
+Batch = tuple[Tensor, Tensor]  # images (N, C, H, W) float32 in the memory format channels_last, labels (N) int64
+
+
+class Source(Protocol):
+    """The images of one split."""
+
+    def __len__(self) -> int: ...
+
+    def batches(self, chosen: Sequence[Tensor], seed: int, epoch: int) -> Iterator[Batch]:
+        """One batch for every tensor of indices, augmented by (seed, epoch, index) where this is a training split."""
+        ...
+
+    def close(self) -> None:
+        """Ends the processes that read, if there are any."""
+        ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set: what a network must know of it, and its two splits."""
+
+    name: str
+    classes: int
+    image_size: int
+    channels: int
+    train: Source
+    test: Source
+
+    def close(self) -> None:
+        """Ends what reads it."""
+        self.train.close()
+        self.test.close()
+
+
+class InMemory:
+    """Images (N, H, W, C) uint8 with their labels; normalized per channel when they are taken.
+
+    crop   pixels of zeros around the image from which a crop of its size is taken at random; 0: none
+    flip   whether half of the images are mirrored
+    """
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, mean: Sequence[float], std: Sequence[float], crop: int = 0, flip: bool = False
+    ) -> None:
+        self.images, self.labels, self.crop, self.flip = images, labels, crop, flip
+        self.size = tuple(images.shape[1:3])
+        if crop:
+            self.images = torch.nn.functional.pad(images, (0, 0, crop, crop, crop, crop))
+        self.scale = 1.0 / torch.tensor(std, dtype=torch.float32)
+        self.shift = -torch.tensor(mean, dtype=torch.float32) * self.scale
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, chosen: Sequence[Tensor], seed: int, epoch: int) -> Iterator[Batch]:
+        for index in chosen:
+            yield self.take(index, seed, epoch), self.labels[index]
+
+    def take(self, index: Tensor, seed: int, epoch: int) -> Tensor:
+        """The images of `index`, augmented and normalized."""
+        pixels = self._augmented(index, seed, epoch) if self.crop or self.flip else self.images[index]
+        return pixels.float().mul_(self.scale).add_(self.shift).permute(0, 3, 1, 2)
+
+    def _augmented(self, index: Tensor, seed: int, epoch: int) -> Tensor:
+        """RandomCrop(size, padding=crop) and RandomHorizontalFlip as one choice of rows and columns."""
+        random = draws.bits(seed, epoch, index.numpy(), 3)
+        limit = 2 * self.crop + 1
+        rows = draws.below(random[:, 0], limit)[:, None] + np.arange(self.size[0])
+        columns = np.broadcast_to(np.arange(self.size[1]), (len(index), self.size[1]))
+        if self.flip:
+            columns = np.where(draws.below(random[:, 2], 2)[:, None] == 1, columns[:, ::-1], columns)
+        columns = draws.below(random[:, 1], limit)[:, None] + columns
+        return self.images[index[:, None, None], torch.from_numpy(rows)[:, :, None], torch.from_numpy(columns)[:, None, :]]
+
+    def close(self) -> None:
+        pass

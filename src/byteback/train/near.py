@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sentence for every unknown name: what was meant, perhaps, and what there is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_SHOWN = 24  # a list of all of torchvision helps nobody
+
+
+def unknown(where: str, what: str, name: str, known: Iterable[str], also: str = "") -> ValueError:
+    """The error for a name that is none of `known`.
+
+    >>> print(unknown("train", "data set", "cifar", ["cifar10", "cifar100", "digits"]))
+    train: unknown data set 'cifar'. Did you mean cifar10 or cifar100? There are cifar10, cifar100, digits.
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    there = f" There are {', '.join(names[:_SHOWN])}" + (", ..." if len(names) > _SHOWN else "") + "."
+    return ValueError(f"{where}: unknown {what} {name!r}.{hint}{there}{' ' + also if also else ''}")

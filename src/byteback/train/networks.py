@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks by name for a data set: ours for small images, torchvision's, and timm's as timm:NAME."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from byteback import models
+from byteback.models import SMALL_IMAGE
+from byteback.torchvision_compat import load
+from byteback.train.near import unknown
+
+TIMM = "timm:"
+
+
+def channels_for(name: str, channels: int) -> int:
+    """How many channels the network gets from images of `channels`: torchvision's networks take 3, so grey is repeated."""
+    return channels if name.startswith(TIMM) or name in models.names(SMALL_IMAGE - 1) else 3
+
+
+def build(name: str, image_size: int, classes: int, channels: int) -> nn.Module:
+    """The untrained network."""
+    if name.startswith(TIMM):
+        return _timm(name.removeprefix(TIMM), classes, channels)
+    if image_size == SMALL_IMAGE and name not in models.names(SMALL_IMAGE):
+        known = torchvision_names()
+        if name not in known:
+            raise unknown("train", "model", name, [*models.names(SMALL_IMAGE), *known], "`byteback models` lists all.")
+        return models.torchvision_network(name, image_size, classes)
+    return models.build(name, image_size, classes, channels)
+
+
+def torchvision_names() -> list[str]:
+    """torchvision's networks for classifying images."""
+    known: list[str] = load().models.list_models(module=load().models)
+    return known
+
+
+def check(name: str, image_size: int, classes: int, channels: int) -> int:
+    """Builds the network once and lets it see two images, so that a mistake shows before the first run; its parameters."""
+    state = torch.get_rng_state()
+    model = build(name, image_size, classes, channels).eval()
+    torch.set_rng_state(state)
+    try:
+        with torch.no_grad():
+            output = model(torch.zeros(2, channels, image_size, image_size))
+    except RuntimeError as error:
+        raise ValueError(
+            f"train: {name} cannot take images of {channels} x {image_size} x {image_size}: {error}. Choose another "
+            "network, or larger images with --image-size."
+        ) from error
+    if not isinstance(output, Tensor) or output.shape != (2, classes):
+        got = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise ValueError(
+            f"train: {name} gives {got} for two images, not logits (2, {classes}). Choose a network that classifies."
+        )
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def timm() -> Any:
+    """The package, or None where it is not installed."""
+    try:
+        import timm as package
+    except ImportError:
+        return None
+    return package
+
+
+def _timm(name: str, classes: int, channels: int) -> nn.Module:
+    package = timm()
+    if package is None:
+        raise ImportError(f"train: {TIMM}{name} needs timm, which is not installed. Install it: pip install timm", name="timm")
+    known = package.list_models()
+    if name.split(".")[0] not in known:
+        raise unknown("train", "model of timm", name, known)
+    model: nn.Module = package.create_model(name, pretrained=False, num_classes=classes, in_chans=channels)
+    return model

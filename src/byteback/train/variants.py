@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variants: a recipe by its name, with some of its fields changed, from the command line or from a TOML file.
+
+    unified-int8                              the recipe
+    unified-int8:period=100                   every field called `period` in it, wherever it is nested
+    unified-int8:grad_output.clip.period=100  the same, by its whole path
+    unified-int8:learning_rate=none           DSGC without DCLRS
+    unified-int8:grad_output.clip=MaxAbs      DCLRS without DSGC; a rule is named by its class
+    float32                                   no recipe at all
+
+In a TOML file a table [recipes.NAME] with `base` and such keys defines NAME for use in `recipe`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from byteback.quantize import ClipRule, TensorRule
+from byteback.recipes import LearningRateRule, Recipe, recipe_classes
+from byteback.train.near import unknown
+
+FLOAT = "float32"
+Tables = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one member of a run trains with; `recipe` is None for float32."""
+
+    name: str
+    recipe: Recipe | None
+
+    @property
+    def folder(self) -> str:
+        """The name as a folder's name.
+
+        >>> Variant("unified-int8:period=100,strict=true", None).folder
+        'unified-int8+period=100+strict=true'
+        """
+        return self.name.replace(":", "+").replace(",", "+").replace("/", "_")
+
+
+def parse(spec: str, tables: Tables | None = None) -> Variant:
+    """The variant that `spec` names.
+
+    >>> parse("unified-int8:period=100").recipe.grad_output.clip.period
+    100
+    >>> parse("unified-int8:learning_rate=none").recipe.learning_rate is None
+    True
+    """
+    tables = tables or {}
+    base, _, options = spec.partition(":")
+    changes = dict(_option(spec, part) for part in options.split(",")) if options else {}
+    if base in tables:
+        table = dict(tables[base])
+        below = table.pop("base", None)
+        if not isinstance(below, str):
+            raise ValueError(f'recipes.{base}: a table of a recipe says what it changes: base = "unified-int8" or another one.')
+        changes = {**_flat(table), **changes}
+        base = below
+    if base == FLOAT:
+        if changes:
+            raise ValueError(
+                f"recipe {spec!r}: float32 has no options, it is PyTorch as it is. Leave out {', '.join(changes)}."
+            )
+        return Variant(spec, None)
+    classes = recipe_classes()
+    if base not in classes:
+        raise unknown("recipe", "name", base, [FLOAT, *sorted(classes), *tables])
+    recipe: Any = classes[base]()
+    for key, value in changes.items():
+        recipe = _change(spec, recipe, key, value)
+    return Variant(spec, recipe)
+
+
+def _option(spec: str, part: str) -> tuple[str, Any]:
+    key, equals, text = part.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(
+            f"recipe {spec!r}: {part!r} is no option; write NAME:key=value,key=value, such as unified-int8:period=100."
+        )
+    try:
+        return key.strip(), json.loads(text)
+    except json.JSONDecodeError:
+        return key.strip(), text.strip()
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"clip": {"period": 1}} → {"clip.period": 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
+    return flat
+
+
+def _change(spec: str, recipe: Recipe, key: str, value: Any) -> Recipe:
+    """The recipe with every field that `key` names set to `value`."""
+    paths = dict(_paths(recipe))
+    chosen = [path for path in paths if path == key] or [path for path in paths if path.endswith("." + key)]
+    if not chosen:
+        short = dict.fromkeys(part for path in paths for part in (path, path.rsplit(".", 1)[-1]))
+        raise unknown(f"recipe {spec!r}", "option", key, sorted(short, key=lambda name: (name.count("."), name)))
+    changed = recipe
+    for path in chosen:
+        changed = _replace(changed, path.split("."), _converted(spec, path, paths[path], value))
+    return changed
+
+
+def _paths(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every field, the nested ones too."""
+    for field in dataclasses.fields(data):
+        value = getattr(data, field.name)
+        yield prefix + field.name, value
+        if dataclasses.is_dataclass(value):
+            yield from _paths(value, f"{prefix}{field.name}.")
+
+
+def _replace(data: Any, path: list[str], value: Any) -> Any:
+    inner = value if len(path) == 1 else _replace(getattr(data, path[0]), path[1:], value)
+    return dataclasses.replace(data, **{path[0]: inner})
+
+
+def _converted(spec: str, path: str, now: Any, value: Any) -> Any:
+    """`value` as the kind of thing that the field holds."""
+    if value is None or (isinstance(value, str) and value.lower() == "none"):
+        return None
+    if isinstance(now, bool) and isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    leaf = path.rsplit(".", 1)[-1]
+    rules = {"clip": ClipRule, "learning_rate": LearningRateRule, "grad_output_for_weight": TensorRule}
+    if leaf in rules and isinstance(value, str):
+        known = {cls.__name__: cls for cls in _leaves(rules[leaf])}
+        if value not in known:
+            raise unknown(f"recipe {spec!r}", leaf, value, sorted(known))
+        return known[value]()
+    if isinstance(now, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if now is not None and type(now) is not type(value):
+        raise ValueError(
+            f"recipe {spec!r}: {path} is {now!r}, a {type(now).__name__}; {value!r} is a {type(value).__name__}. Give it "
+            "a value of its own kind."
+        )
+    return value
+
+
+def _leaves(base: type[Any]) -> Iterator[type[Any]]:
+    children = base.__subclasses__()
+    if base is TensorRule or not children:
+        yield base
+    for child in children:
+        yield from _leaves(child)
