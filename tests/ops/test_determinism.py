@@ -49,6 +49,9 @@ ONE = torch.tensor(1.5)
 CALLS: dict[str, Callable[[], Any]] = {
     "conv_int8": lambda: ops.conv_int8(X, S4, W, S4, *GEOMETRY),
     "conv_int8_deep": lambda: ops.conv_int8(i8(2, 1100, 6, 6), S4, i8(8, 1100, 3, 3, seed=3), S4, *GEOMETRY),
+    "conv_normalize": lambda: ops.conv_normalize(
+        *(X, S4, W, S4, GEOMETRY, floats(48), floats(48), None, "relu", ONE), want_float=True
+    ),
     "conv_int8_grad_input": lambda: ops.conv_int8_grad_input(G, S4, W, S4, [4, 32, 20, 20], *GEOMETRY),
     "conv_int8_grad_weight": lambda: ops.conv_int8_grad_weight(G, S4, X, S4, [48, 32, 3, 3], *GEOMETRY),
     "conv_int8_grad_weight_deep": lambda: ops.conv_int8_grad_weight(
@@ -70,6 +73,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "sum_channels": lambda: ops.sum_channels(floats(1, 777, 1, 1).double()),
     "channel_stats": lambda: ops.channel_stats(F4),
     "norm_coefficients": lambda: ops.norm_coefficients(ops.channel_stats(F4), 7192, *V[:3], 1e-5, None, 0.1, "relu"),
+    "norm_folded": lambda: ops.norm_folded(V[0], V[1].abs(), V[2], V[3], V[4], 1e-5),
     "norm_gradient": lambda: ops.norm_gradient(V[0], *(v.double() for v in V[1:5]), 7192),
     "normalize_peak": lambda: ops.normalize_peak(F4, *V[:2], F4, "silu"),
     "normalize": lambda: ops.normalize(F4, *V[:2], F4, "relu", ONE, want_float=True, want_mask=True, keep="bfloat16"),
@@ -85,7 +89,7 @@ by_call = pytest.mark.parametrize("call", list(CALLS))
 
 
 def test_every_operator_is_listed_here() -> None:
-    names = [name for name in ops.__all__ if name not in ("ACTIVATIONS", "Coefficients", "Normalized")]
+    names = [name for name in ops.__all__ if name not in ("ACTIVATIONS", "Coefficients", "Into", "Normalized", "Residual")]
     assert [name for name in names if not any(call.startswith(name) for call in CALLS)] == []
 
 
