@@ -39,7 +39,10 @@ def tune_malloc() -> bool:
     if libc is None:
         return False
     settings = ((_M_MMAP_THRESHOLD, _LARGEST), (_M_TRIM_THRESHOLD, _LARGEST), (_M_TOP_PAD, 64 << 20))
-    return all(libc.mallopt(option, value) == 1 for option, value in settings)
+    tuned = all(libc.mallopt(option, value) == 1 for option, value in settings)
+    if tuned:
+        pool.leave_to_malloc()
+    return tuned
 
 
 def _libc() -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -14,7 +15,8 @@ SIZE = (1 << 20, (1,))
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> object:
+def _clean(monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setattr(pool, "smallest", 1 << 20)  # another test may have tuned malloc
     pool.release()
     yield
     pool.release()
@@ -75,6 +77,24 @@ def test_autograd_may_add_in_place() -> None:
     """A pool that held a reference to the storage would force every accumulation of gradients into a new tensor."""
     x = take()
     assert torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2  # x, and the Python object made to ask
+
+
+def test_a_tuned_malloc_keeps_all_but_the_largest_blocks() -> None:
+    pool.leave_to_malloc()
+    before = pool.held()
+    small, large = take(), pool.empty([8 << 20], (1,), torch.float32)
+    assert small.numel() == SIZE[0] and pool.held() == before + 4 * large.numel()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_of_fork_writes_into_memory_of_its_own() -> None:
+    x = take().zero_()
+    child = os.fork()
+    if child == 0:
+        x[0] = 7.0
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert float(x[0]) == 0.0
 
 
 def test_several_threads() -> None:

@@ -4,6 +4,10 @@
 glibc hands every block above 32 MB back to the system when it is freed, and a training step would page in the same hundreds
 of megabytes anew each time. A block is lent to one storage at a time: a tensor, a view, a saved tensor or a numpy array keeps
 that storage alive and the block out of reach, however long it lives. What lies idle is bounded by `limit`.
+
+Where malloc is told to keep freed memory (byteback.tune_malloc), blocks that fit a cache are better off with it: it hands out
+what anybody freed last, PyTorch's own layers included, which is still in cache. Measured on the depthwise layers of
+MobileNetV2: 1.2 to 2.5x on results of 4 to 12 MB.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SMALLEST = 1 << 20
+smallest = 1 << 20
 """Smaller blocks are left to malloc, which keeps them itself."""
+SMALLEST_IF_TUNED = 32 << 20
+"""The same where malloc keeps what is freed: about the size of the last cache."""
 
 _lock = threading.RLock()  # a storage may die, and return its block, in the middle of a request
 _shelves: dict[int, list[mmap.mmap]] = {}  # idle blocks by size; sizes that were used last come last
@@ -41,7 +47,7 @@ limit = _physical_memory() // 4
 def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised dense CPU tensor."""
     count = math.prod(shape)
-    if count * dtype.itemsize < SMALLEST:
+    if count * dtype.itemsize < smallest:
         return torch.empty_strided(shape, strides, dtype=dtype)
     flat = torch.frombuffer(_lend(_rounded(count * dtype.itemsize)), dtype=dtype, count=count)
     # Not a view: autograd would keep its base, and then never add into the tensor in place.
@@ -82,10 +88,22 @@ def _lend(size: int) -> ctypes.Array[ctypes.c_char]:
             _idle -= size
     if size not in _loans:
         _loans[size] = type("Loan", (_Loan, ctypes.c_char * size), {})
-    block = block or mmap.mmap(-1, size)
+    block = block or _mapped(size)
     loan = _loans[size].from_buffer(block)  # type: ignore[attr-defined]
     loan.block = block
     return loan
+
+
+def _mapped(size: int) -> mmap.mmap:
+    # Python's default is memory that a child of fork shares: parent and child would then write into one tensor.
+    own = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return mmap.mmap(-1, size, **own)
+
+
+def leave_to_malloc() -> None:
+    """To be called when malloc was told to keep freed memory."""
+    global smallest
+    smallest = SMALLEST_IF_TUNED
 
 
 def _take_back(block: mmap.mmap) -> None:
