@@ -100,6 +100,11 @@ def current() -> str:
     asked = os.environ.get(VARIABLE)
     if not asked:
         return _best
+    return _checked(asked)
+
+
+@functools.cache
+def _checked(asked: str) -> str:
     _check(asked, f"{VARIABLE} is set to {asked!r}. Unset it to fall back to {_best!r}.")
     return asked
 
