@@ -8,11 +8,13 @@
 //
 //   output, grad_input   Square kernels 3, 5, 7 with stride 1 or 2 and dilation 1 (any padding) run as a *stencil*: an output
 //                        tile (two rows; for grad_input with stride 2 a tile of 2x2 phases) reads the same row pairs, and the
-//                        weights say what each of them is worth to each pixel of the tile. All else takes the tap route: for
+//                        weights say what each of them is worth to each pixel of the tile. Of these, 3x3 kernels over whole
+//                        groups of 16 channels need no row pairs (depthwise_direct.h). All else takes the tap route: for
 //                        each pixel the list of the taps that meet the image, walked over the channels.
 //   grad_weight          Always row pairs, of g and of x: vpmaddwd sums over two rows, one accumulator per tap.
 //
 // Sums of at most kInt32Depth products are kept in int32, deeper ones (only grad_weight has them) overflow into int64 in time.
+#include "depthwise_direct.h"
 #include "depthwise_grad_weight.h"
 #include "depthwise_stencil.h"
 #include "depthwise_taps.h"
@@ -28,6 +30,11 @@ void depthwise_output(const ConvShape& s, const s8* x, const s8* w, Factor facto
     if (s.batch * s.out_pixels() * s.in_channels == 0) return;
     if (!is_stencil(s)) return tap_route(tap_product(s, false), s.batch, x, w, factor, y, threads, finish);
     const Images im = planes_of(s, s.in, s.out);
+    if (is_direct(s)) {
+        const Direct p{im.frames, im.frames_per_sample, im.channels, {s.in[1], s.in[2]}, {s.out[1], s.out[2]},
+                       {s.padding[1], s.padding[2]}, false};
+        return (s.stride[1] == 1 ? direct<1> : direct<2>)(p, x, w, factor, y, threads, finish);
+    }
     if (s.kernel[1] == 3) stencil_output<3>(s, im, x, w, factor, y, threads, finish);
     if (s.kernel[1] == 5) stencil_output<5>(s, im, x, w, factor, y, threads, finish);
     if (s.kernel[1] == 7) stencil_output<7>(s, im, x, w, factor, y, threads, finish);
@@ -37,6 +44,11 @@ void depthwise_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor f
     if (s.batch * s.in_pixels() * s.in_channels == 0) return;
     if (!is_stencil(s)) return tap_route(tap_product(s, true), s.batch, g, w, factor, dx, threads);
     const Images im = planes_of(s, s.out, s.in);
+    if (s.stride[1] == 1 && is_direct(s)) {
+        const Direct p{im.frames, im.frames_per_sample, im.channels, {s.out[1], s.out[2]}, {s.in[1], s.in[2]},
+                       {2 - s.padding[1], 2 - s.padding[2]}, true};
+        return direct<1>(p, g, w, factor, dx, threads);
+    }
     if (s.kernel[1] == 3) stencil_grad_input<3>(s, im, g, w, factor, dx, threads);
     if (s.kernel[1] == 5) stencil_grad_input<5>(s, im, g, w, factor, dx, threads);
     if (s.kernel[1] == 7) stencil_grad_input<7>(s, im, g, w, factor, dx, threads);

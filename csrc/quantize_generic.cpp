@@ -91,13 +91,6 @@ f64 tensor_sum(const Rows& rows, int threads, const Product& product) {
 // x rounded to nearest under a clip, as a float: -0 and NaN stay what they are.
 f32 nearest(f32 x, f32 clip) { return is_live(clip) ? std::nearbyint(clamped(x * inverse_scale(clip))) : 0.0f; }
 
-// d = 127 ∂x̂/∂clip: 127 sign(x) where |x| > clip, else q - y; 0 for a clip that counts as zero.
-f32 slope(f32 x, f32 clip, f32 q) {
-    if (!is_live(clip)) return 0.0f;
-    if (std::fabs(x) > clip) return x > 0.0f ? kLimit : x < 0.0f ? -kLimit : 0.0f;
-    return q - x * inverse_scale(clip);
-}
-
 }  // namespace
 
 Report quantize(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* q, int threads) {
@@ -171,19 +164,32 @@ void cosine_terms(const Rows& rows, const f32* x, const f32* clips, s64 count, f
 
 void cosine_slope_terms(const Rows& rows, const f32* x, f32 clip, f64* terms, int threads) {
     cosine_terms(rows, x, &clip, 1, terms, threads);
-    const auto d = [&](f32 value) { return f64{slope(value, clip, nearest(value, clip))}; };
-    terms[3] = tensor_sum(rows, threads, [&](const Place& at) { return x[at.offset(rows)] * d(x[at.offset(rows)]); });
-    terms[4] = tensor_sum(rows, threads, [&](const Place& at) {
-        return nearest(x[at.offset(rows)], clip) * d(x[at.offset(rows)]);
+    terms[3] = terms[4] = 0.0;
+    if (!is_live(clip)) return;
+    const auto beyond = [&](const Place& at) { return std::fabs(x[at.offset(rows)]) > clip; };
+    const auto value = [&](const Place& at) { return f64{x[at.offset(rows)]}; };
+    const f64 square = tensor_sum(rows, threads, [&](const Place& at) { return beyond(at) ? value(at) * value(at) : 0.0; });
+    const f64 product = tensor_sum(rows, threads, [&](const Place& at) {
+        return beyond(at) ? value(at) * nearest(x[at.offset(rows)], clip) : 0.0;
     });
+    slope_terms(clip, square, product, terms);
 }
 
 void dot_terms(const Rows& rows, const f32* x, const s8* q, PerScale scale, f64* terms, int threads) {
     const auto value = [&](const Place& at) { return f64{x[at.offset(rows)]}; };
-    const auto rounded = [&](const Place& at) { return q[at.offset(rows)] * f64{scale.at(at.o, at.c)}; };
+    const auto integer = [&](const Place& at) { return f64{static_cast<f32>(q[at.offset(rows)])}; };
+    terms[2] = tensor_sum(rows, threads, [&](const Place& at) { return value(at) * value(at); });
+    if (scale.outer_stride == 0) {
+        auto products = channel_sums(rows, threads, [&](const Place& at) { return value(at) * integer(at); });
+        auto squares = channel_sums(rows, threads, [&](const Place& at) { return integer(at) * integer(at); });
+        scale_dots(scale, rows.channels, products.data(), squares.data());
+        terms[0] = tree(std::move(products), rows.channels, 1)[0];
+        terms[1] = tree(std::move(squares), rows.channels, 1)[0];
+        return;
+    }
+    const auto rounded = [&](const Place& at) { return integer(at) * f64{scale.at(at.o, at.c)}; };
     terms[0] = tensor_sum(rows, threads, [&](const Place& at) { return value(at) * rounded(at); });
     terms[1] = tensor_sum(rows, threads, [&](const Place& at) { return rounded(at) * rounded(at); });
-    terms[2] = tensor_sum(rows, threads, [&](const Place& at) { return value(at) * value(at); });
 }
 
 }  // namespace byteback::generic

@@ -22,6 +22,23 @@ inline bool is_live(f32 clip) { return clip >= kTinyClip && clip < std::numeric_
 
 inline f32 inverse_scale(f32 clip) { return static_cast<f32>(kMax) / (is_live(clip) ? clip : 1.0f); }
 
+// dot_terms where a channel has one scale: it is taken out of the sums of x·q and q·q.
+inline void scale_dots(PerScale scale, s64 channels, f64* products, f64* squares) {
+    for (s64 c = 0; c < channels; ++c) {
+        const f64 s = scale.at(0, c);
+        products[c] *= s;
+        squares[c] *= s * s;
+    }
+}
+
+// The last two of cosine_slope_terms, from the first three and from x·x and x·q of what lies beyond the clip:
+// d = q there, else q - 127 x / clip.
+inline void slope_terms(f32 clip, f64 square_beyond, f64 product_beyond, f64* terms) {
+    const f64 rate = static_cast<f64>(kMax) / f64{clip};
+    terms[3] = terms[0] - rate * (terms[2] - square_beyond);
+    terms[4] = terms[1] - rate * (terms[0] - product_beyond);
+}
+
 inline int useful_threads(int threads, s64 elements) {
     const s64 useful = 1 + elements / kSmallWork;
     return static_cast<int>(useful < threads ? useful : threads);

@@ -136,7 +136,7 @@ struct Cosine {
     }
 };
 
-// x·q, x·x, x·d and q·d for one live clip.
+// x·q and x·x for one live clip, and the same of what lies beyond it.
 struct CosineSlope {
     using Aside = f64;  // q·q in four lanes
     static constexpr int vectors = 1;
@@ -144,36 +144,63 @@ struct CosineSlope {
 
     static constexpr s64 sums() { return 4; }
 
-    // d = 127 sign(x) where |x| > clip, else q - y. Where |x| > clip, |y| is at least 127 but for a few roundings, so that q
-    // is 127 sign(x) already.
-    static __m256 slope(__m256 x, __m256 y, __m256 q, __m256 bound) {
-        const __m256 beyond = _mm256_cmp_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), bound, _CMP_GT_OQ);
-        return _mm256_sub_ps(q, _mm256_andnot_ps(beyond, y));
+    // x where |x| > bound, else 0. Comparing float64 is cheaper than widening what float32 compared.
+    static Wide beyond(const Wide& x, __m256d bound) {
+        const auto part = [&](__m256d a) {
+            return _mm256_and_pd(a, _mm256_cmp_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), a), bound, _CMP_GT_OQ));
+        };
+        return {part(x.low), part(x.high)};
     }
 
     template <int V, class Lanes>
     void columns(const Piece& piece, s64 c, Lanes lanes, f64* acc, s64 padded, f64* aside) const {
-        const __m256 inverse = _mm256_set1_ps(inverse_scale(clip)), bound = _mm256_set1_ps(clip);
-        Sums<V> xq(acc), xx(acc + padded), xd(acc + 2 * padded), qd(acc + 3 * padded);
+        const __m256 inverse = _mm256_set1_ps(inverse_scale(clip));
+        const __m256d bound = _mm256_set1_pd(clip);
+        Sums<V> xq(acc), xx(acc + padded), xq_beyond(acc + 2 * padded), xx_beyond(acc + 3 * padded);
         __m256 integers = _mm256_setzero_ps();
         for (s64 row = 0; row < piece.rows; ++row) {
             const f32* from = piece.x + row * piece.x_stride + c;
             piece.fetch_ahead(c, row);
-            const __m256 x = lanes.load(from), y = _mm256_mul_ps(x, inverse), q = nearest(y);
-            const Wide wide_x = lanes.wide(from, x), wide_q = widen(q), wide_d = widen(slope(x, y, q, bound));
+            const __m256 x = lanes.load(from), q = nearest(_mm256_mul_ps(x, inverse));
+            const Wide wide_x = lanes.wide(from, x), wide_q = widen(q), outer = beyond(wide_x, bound);
             xq.add_product(0, wide_x, wide_q);
             xx.add_product(0, wide_x, wide_x);
-            xd.add_product(0, wide_x, wide_d);
-            qd.add_product(0, wide_q, wide_d);
+            xq_beyond.add_product(0, outer, wide_q);
+            xx_beyond.add_product(0, outer, outer);
             integers = _mm256_fmadd_ps(q, q, integers);
         }
-        xq.save(acc), xx.save(acc + padded), xd.save(acc + 2 * padded), qd.save(acc + 3 * padded);
+        xq.save(acc), xx.save(acc + padded), xq_beyond.save(acc + 2 * padded), xx_beyond.save(acc + 3 * padded);
         add_integers(aside, integers);
     }
 };
 
-// x·x̂, x̂·x̂ and x·x.
+// x·q, q·q and x·x, for scales that do not vary along a channel.
 struct Dot {
+    using Aside = f64;
+    static constexpr int vectors = 2;
+    static constexpr s64 sums() { return 3; }
+
+    template <int V, class Lanes>
+    void columns(const Piece& piece, s64 c, Lanes lanes, f64* acc, s64 padded, f64*) const {
+        Sums<V> xq(acc), qq(acc + padded), xx(acc + 2 * padded);
+        for (s64 row = 0; row < piece.rows; ++row) {
+            const f32* from = piece.x + row * piece.x_stride + c;
+            piece.fetch_ahead(c, row);
+            for (int v = 0; v < V; ++v) {
+                const Wide x = lanes.wide(from + 8 * v, lanes.load(from + 8 * v));
+                const Wide q = lanes.integers(piece.q + row * piece.q_stride + c + 8 * v);
+                xq.add_product(v, x, q);
+                qq.add_product(v, q, q);
+                xx.add_product(v, x, x);
+            }
+            piece.fetch_integers_ahead(c, row);
+        }
+        xq.save(acc), qq.save(acc + padded), xx.save(acc + 2 * padded);
+    }
+};
+
+// x·x̂, x̂·x̂ and x·x where samples have scales of their own.
+struct ScaledDot {
     using Aside = f64;
     static constexpr int vectors = 1;
     static constexpr s64 sums() { return 3; }
@@ -242,14 +269,18 @@ void cosine_slope_terms(const Rows& given, const f32* x, f32 clip, f64* terms, i
     const auto totals = ordered_sums(source, CosineSlope{clip}, threads, integers, add_to);
     terms[0] = tree(totals.data(), C);
     terms[1] = lanes_of(integers.data());
-    for (s64 k = 1; k < 4; ++k) terms[k + 1] = tree(totals.data() + k * C, C);
+    terms[2] = tree(totals.data() + C, C);
+    slope_terms(clip, tree(totals.data() + 3 * C, C), tree(totals.data() + 2 * C, C), terms);
 }
 
 void dot_terms(const Rows& given, const f32* x, const s8* q, PerScale scale, f64* terms, int threads) {
     const Source source{scale.outer_stride ? given : merged(given), x, q, scale};
     const s64 C = source.rows.channels;
     std::vector<f64> nothing;
-    const auto totals = ordered_sums(source, Dot{}, threads, nothing, add_to);
+    const bool by_channel = scale.outer_stride == 0;
+    auto totals = by_channel ? ordered_sums(source, Dot{}, threads, nothing, add_to)
+                             : ordered_sums(source, ScaledDot{}, threads, nothing, add_to);
+    if (by_channel) scale_dots(scale, C, totals.data(), totals.data() + C);
     for (s64 k = 0; k < 3; ++k) terms[k] = tree(totals.data() + k * C, C);
 }
 

@@ -79,6 +79,12 @@ struct Piece {
     void fetch_ahead(s64 c, s64 row) const {
         _mm_prefetch(reinterpret_cast<const char*>(ahead + c * ahead_channel + row * ahead_row), _MM_HINT_T1);
     }
+
+    // The same for q, which has a quarter of the bytes.
+    void fetch_integers_ahead(s64 c, s64 row) const {
+        const uintptr_t next = reinterpret_cast<uintptr_t>(q + rows * q_stride);
+        _mm_prefetch(reinterpret_cast<const char*>(next + (c * ahead_channel + row * ahead_row) / 4), _MM_HINT_T1);
+    }
 };
 
 struct Source {

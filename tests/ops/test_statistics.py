@@ -66,6 +66,10 @@ def total(products: list[list[float]]) -> float:
     return tree([column_sum(column) for column in products])
 
 
+def column_dot(a: list[float], b: list[float]) -> float:
+    return column_sum([p * q for p, q in zip(a, b, strict=True)])
+
+
 def dot(a: list[list[float]], b: list[list[float]]) -> float:
     return total([[p * q for p, q in zip(left, right, strict=True)] for left, right in zip(a, b, strict=True)])
 
@@ -118,11 +122,24 @@ def test_dot_terms_equal_the_defined_order_of_additions(oracle: Any, shape: tupl
     x, values = wild(shape), oracle.operand(shape)
     scale = torch.rand([1, shape[1] if per_channel else 1, *[1] * (len(shape) - 2)]) + 0.01
     each = scale.flatten().tolist() * (1 if per_channel else shape[1])
-    a = columns(x)
-    b = [[q * s for q in column] for column, s in zip(columns(values), each, strict=True)]
+    a, q = columns(x), columns(values)
+    products = [s * column_dot(u, v) for u, v, s in zip(a, q, each, strict=True)]
+    squares = [s * s * column_dot(v, v) for v, s in zip(q, each, strict=True)]
     result = ops.dot_terms(x, values, scale)
     assert result.dtype == torch.float64
-    assert result.tolist() == [dot(a, b), dot(b, b), dot(a, a)]
+    assert result.tolist() == [tree(products), tree(squares), dot(a, a)]
+
+
+@by_shape
+def test_dot_terms_with_a_scale_for_each_sample(oracle: Any, shape: tuple[int, ...]) -> None:
+    x, values = wild(shape), oracle.operand(shape)
+    scale = torch.rand([shape[0], *[1] * (len(shape) - 1)]) + 0.01
+    result = ops.dot_terms(x, values, scale)
+    if shape[0] > 1:
+        a, b = columns(x), columns(values.double() * scale.double())
+        assert result.tolist() == [dot(a, b), dot(b, b), dot(a, a)]
+    else:
+        assert result.tolist() == ops.dot_terms(x, values, scale.reshape((1,) * x.dim())).tolist()
 
 
 def python_nearest(x: Tensor, clip: float) -> tuple[np.ndarray, np.ndarray]:
@@ -149,12 +166,23 @@ def test_cosine_terms_equal_the_defined_order_of_additions(shape: tuple[int, ...
 @by_clip
 def test_cosine_slope_terms_equal_the_defined_order_of_additions(shape: tuple[int, ...], clip: float) -> None:
     x = wild(shape) * 0.1
-    y, q32 = python_nearest(x, clip)
-    d32 = np.where(np.abs(x.numpy()) > np.float32(clip), np.float32(127) * np.sign(x.numpy()), q32 - y)
-    a, q, d = columns(x), columns(torch.from_numpy(q32)), columns(torch.from_numpy(d32))
-    assert d32.dtype == np.float32
+    a, q = columns(x), columns(torch.from_numpy(python_nearest(x, clip)[1]))
+    bound = float(np.float32(clip))
+    outer = [[v if abs(v) > bound else 0.0 for v in column] for column in a]
+    xq, qq, xx, rate = dot(a, q), dot(q, q), dot(a, a), 127.0 / bound
     result = ops.cosine_slope_terms(x, torch.tensor(clip))
-    assert result.tolist() == [dot(a, q), dot(q, q), dot(a, a), dot(a, d), dot(q, d)]
+    assert result.tolist() == [xq, qq, xx, xq - rate * (xx - dot(outer, outer)), qq - rate * (xq - dot(outer, q))]
+
+
+@by_clip
+def test_cosine_slope_terms_are_those_of_the_slope(clip: float) -> None:
+    """d from its definition, element by element: 127 sign(x) beyond the clip, else q - y."""
+    x = torch.randn(7, 33, 9, generator=torch.Generator().manual_seed(1))
+    q = torch.from_numpy(python_nearest(x, clip)[1]).double()
+    wide, bound = x.double(), float(np.float32(clip))
+    d = torch.where(wide.abs() > bound, 127 * wide.sign(), q - wide * 127 / bound)
+    *_, xd, qd = ops.cosine_slope_terms(x, torch.tensor(clip)).tolist()
+    assert xd == pytest.approx((wide * d).sum().item(), rel=1e-6) and qd == pytest.approx((q * d).sum().item(), rel=1e-6)
 
 
 def test_cosine_slope_terms_on_four_numbers() -> None:

@@ -211,9 +211,9 @@ def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Te
 
 def quantize_max(path: int, x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dense, rows = _rows(x, per_sample=axis == 0)
-    values, counts = pool.empty_like(dense, torch.int8), torch.empty(2, dtype=torch.int64)
-    clip = _empty_clip(x, axis)
-    scale = torch.empty_like(clip)
+    # All by one function of PyTorch's: after a large layer its code has to come back into the cache, and so would another's.
+    values, counts = pool.empty_like(dense, torch.int8), torch.empty_strided((2,), (1,), dtype=torch.int64)
+    clip, scale = _empty_clip(x, axis), _empty_clip(x, axis)
     _library().quantize_max(
         path,
         rows,

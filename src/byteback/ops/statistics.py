@@ -100,9 +100,18 @@ def _sum_all(products: Tensor) -> Tensor:
 
 
 def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """(x·x̂, x̂·x̂, x·x) with x̂ = q · scale in float64: what the cosine of a quantized tensor is made of."""
-    rows, quantized = rows_of(x).double(), rows_of(values.double() * scale.double())
-    return torch.stack([_sum_all(rows * quantized), _sum_all(quantized * quantized), _sum_all(rows * rows)])
+    """(x·x̂, x̂·x̂, x·x) with x̂ = q · scale in float64: what the cosine of a quantized tensor is made of.
+
+    Where a channel has one scale it is taken out of the channel's sums, whose terms are then exact products.
+    """
+    rows, q = rows_of(x).double(), rows_of(values).double()
+    square = _sum_all(rows * rows)
+    if scale.numel() == scale.shape[1]:
+        each = scale.double().reshape(-1)
+        per_channel = ordered_sum(rows * q) * each, ordered_sum(q * q) * (each * each)
+        return torch.stack([*map(_tree_sum, per_channel), square])
+    quantized = rows_of(values.double() * scale.double())
+    return torch.stack([_sum_all(rows * quantized), _sum_all(quantized * quantized), square])
 
 
 def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
@@ -120,21 +129,16 @@ def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
     """(x·q, q·q, x·x, x·d, q·d) float64, where d_i = 127 · ∂(clip · q_i / 127)/∂clip with a straight-through round.
 
-    d_i = 127 sign(x_i) where |x_i| > clip, else q_i - y_i with y_i = 127 x_i / clip (spec A5).
+    d_i = 127 sign(x_i) = q_i where |x_i| > clip, else q_i - 127 x_i / clip (spec A5). So the sums with d are made of the others
+    and of the same products over the elements beyond the clip, which are few.
     """
     rows = rows_of(x)
-    live = is_live(clip)
-    y = rows * inverse_scale(torch.where(live, clip, 1.0))
-    q = _nearest(rows, clip)
-    slope = torch.where(rows.abs() > clip, QMAX * rows.sign(), q - y)
-    slope = torch.where(live, slope, 0.0).double()
-    wide, q = rows.double(), q.double()
-    return torch.stack(
-        [
-            _sum_all(wide * q),
-            (q * q).sum(),
-            _sum_all(wide * wide),
-            _sum_all(wide * slope),
-            _sum_all(q * slope),
-        ]
-    )
+    wide, q = rows.double(), _nearest(rows, clip).double()
+    products, squares, beyond = wide * q, wide * wide, rows.abs() > clip
+    xq, qq, xx = _sum_all(products), (q * q).sum(), _sum_all(squares)
+    if not is_live(clip):
+        return torch.stack([xq, qq, xx, torch.zeros_like(xx), torch.zeros_like(xx)])
+    rate = inverse_scale(clip.double())
+    xd = xq - rate * (xx - _sum_all(torch.where(beyond, squares, 0.0)))
+    qd = qq - rate * (xq - _sum_all(torch.where(beyond, products, 0.0)))
+    return torch.stack([xq, qq, xx, xd, qd])
