@@ -15,6 +15,7 @@
 //
 // Sums of at most kInt32Depth products are kept in int32, deeper ones (only grad_weight has them) overflow into int64 in time.
 #include "depthwise_direct.h"
+#include "depthwise_scatter.h"
 #include "depthwise_grad_weight.h"
 #include "depthwise_stencil.h"
 #include "depthwise_taps.h"
@@ -49,6 +50,9 @@ void depthwise_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor f
                        {2 - s.padding[1], 2 - s.padding[2]}, true};
         return direct<1>(p, g, w, factor, dx, threads);
     }
+    if (is_direct(s))
+        return scatter({im.frames, im.frames_per_sample, im.channels, {s.out[1], s.out[2]}, {s.in[1], s.in[2]},
+                        {s.padding[1], s.padding[2]}}, g, w, factor, dx, threads);
     if (s.kernel[1] == 3) stencil_grad_input<3>(s, im, g, w, factor, dx, threads);
     if (s.kernel[1] == 5) stencil_grad_input<5>(s, im, g, w, factor, dx, threads);
     if (s.kernel[1] == 7) stencil_grad_input<7>(s, im, g, w, factor, dx, threads);

@@ -27,16 +27,20 @@ struct Direct {
 bool is_direct(const ConvShape& s) { return s.kernel[1] == 3 && s.in_channels % kLane == 0; }
 
 // [block of 16 channels][tap][channel]
-void pack_direct(const Direct& p, const s8* w, s16* packed) {
-    for (s64 block = 0; block < p.channels; block += kLane, packed += 9 * kLane)
+void pack_direct(s64 channels, bool flipped, const s8* w, s16* packed) {
+    for (s64 block = 0; block < channels; block += kLane, packed += 9 * kLane)
         for (s64 c = 0; c < kLane; ++c)
-            for (s64 t = 0; t < 9; ++t) packed[t * kLane + c] = w[(block + c) * 9 + (p.flipped ? 8 - t : t)];
+            for (s64 t = 0; t < 9; ++t) packed[t * kLane + c] = w[(block + c) * 9 + (flipped ? 8 - t : t)];
 }
 
 // Sums of two products each, as int16, added up in int32. Unpacking works within halves: low has channels 0..3 and 8..11.
 struct Wide {
     __m256i low, high;
 
+    void set(__m256i a) {
+        low = _mm256_srai_epi32(_mm256_unpacklo_epi16(a, a), 16);
+        high = _mm256_srai_epi32(_mm256_unpackhi_epi16(a, a), 16);
+    }
     // a + b
     void set(__m256i a, __m256i b) {
         const __m256i ones = _mm256_set1_epi16(1);
@@ -196,7 +200,7 @@ template <int Stride>
 void direct(const Direct& p, const s8* source, const s8* w, Factor factor, f32* destination, int threads,
             const Epilogue* finish = nullptr) {
     s16* weights = reinterpret_cast<s16*>(scratch<SharedScratch>(static_cast<size_t>(9 * p.channels) * sizeof(s16)));
-    pack_direct(p, w, weights);
+    pack_direct(p.channels, p.flipped, w, weights);
     const s64 bytes = p.frames * p.to[0] * p.to[1] * p.channels * static_cast<s64>(sizeof(f32));
     const bool stream = !finish && bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(destination) % 64 == 0;
     parallel_ranges(threads, p.frames * ceil_div(p.to[0], 2), [&](int, s64 begin, s64 end) {
