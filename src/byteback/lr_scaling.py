@@ -87,7 +87,8 @@ class LearningRateScaling:
             if factor != 1.0:
                 owners[0].weight.sub_(before).mul_(factor).add_(before)
         self._before = []
-        torch._foreach_add_([layer.quantizers.iteration for layer in self.layers.values()], 1)
+        if self.layers:
+            torch._foreach_add_([layer.quantizers.iteration for layer in self.layers.values()], 1)
 
     def _by_weight(self) -> list[list[Int8Layer]]:
         """The layers, those that share a weight together: its step is shortened once."""
