@@ -24,8 +24,9 @@ from byteback import ops
 from byteback.nn.activation import SHARED_RULE, numbers, source_of
 from byteback.nn.joined import shared_floats
 from byteback.nn.products import Products
+from byteback.nn.weights import weight_as_int8
 from byteback.ops import layout
-from byteback.quantize import Adopted, Moments, QTensor, Step, adopt, quantize_both, quantize_fresh, quantize_held
+from byteback.quantize import Adopted, Moments, QTensor, Step, adopt, quantize_both, quantize_held
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -103,7 +104,7 @@ def forward_product(
     if int8_output or (for_weight and int8_weight):
         x_q = _quantize_input(layer, x, slot, for_weight and int8_weight)
     if int8_output or (for_input and int8_input):
-        w_q = quantize_fresh(weight, layer.quantizers.handles["weight"], layer.quantizers.iteration)
+        w_q = weight_as_int8(layer, weight, predicts=not (for_input or for_weight))
     if int8_output:
         assert x_q is not None and w_q is not None
         output = products.output(x_q, w_q)
@@ -120,7 +121,7 @@ def forward_product(
 def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> tuple[QTensor, QTensor]:
     """What the output is the product of, where no gradient will be asked for."""
     x_q = _quantize_input(layer, x, slot, False)
-    return x_q, quantize_fresh(weight, layer.quantizers.handles["weight"], layer.quantizers.iteration)
+    return x_q, weight_as_int8(layer, weight, predicts=True)
 
 
 def backward_products(

@@ -23,6 +23,7 @@ from byteback.nn.float_table import Geometry, why_float
 from byteback.nn.functional import RECOMPUTED, Int8Product
 from byteback.nn.numerics import LayerNumerics
 from byteback.nn.products import Products
+from byteback.nn.weights import KeptWeight
 from byteback.ops import native, pool
 from byteback.quantize import CALL_SLOTS, DEVIATION
 from byteback.recipes import Recipe, resolve
@@ -33,7 +34,9 @@ else:
     _Base = object
 
 
-OWN_ATTRIBUTES = ("recipe", "enabled", "hooked", "scaling", "faster_in_float", "int8_name", "int8_shared", "int8_calls")
+OWN_ATTRIBUTES = (
+    *("recipe", "enabled", "hooked", "scaling", "faster_in_float", "int8_name", "int8_shared", "int8_calls", "int8_kept"),
+)
 """What `attach` puts into a layer's dictionary, besides `quantizers`, which is a child module."""
 
 
@@ -101,6 +104,7 @@ class Int8Layer(_Base):
         self.scaling: Scaling | None = None
         self.int8_shared = shared or Shared()
         self.int8_calls = 0
+        self.int8_kept: KeptWeight | None = None
         self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
         channels = self.channels()
         self.quantizers = LayerNumerics(self.recipe, *channels, seed=seed, layer=layer, name=name).to(self.weight.device)
@@ -131,7 +135,7 @@ class Int8Layer(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a loaded model has no optimizer of ours behind it.
-        return {**self.__dict__, "hooked": False, "scaling": None}
+        return {**self.__dict__, "hooked": False, "scaling": None, "int8_kept": None}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """A float checkpoint resets the quantizers; one that leaves this layer out leaves them alone."""
