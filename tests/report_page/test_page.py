@@ -139,6 +139,7 @@ def test_a_run_that_is_still_going_shows_what_there_is(make_run: Any) -> None:
 def test_a_run_before_its_first_epoch_has_a_page_too(make_run: Any) -> None:
     _, _, data = page_of(make_run(done=0))
     assert data["groups"][0]["findings"]["accuracy"] == "No member has finished an epoch yet"
+    assert data["groups"][0]["recipes"][1]["seeds"][0]["begun"] == {"at": [0.2174, 0.4348], "train_loss": [1.5, 1.0]}
 
 
 def test_a_member_that_diverged_is_said(make_run: Any) -> None:

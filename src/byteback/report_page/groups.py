@@ -105,6 +105,10 @@ def _rows(found: Sequence[Record], names: Sequence[str]) -> list[Record]:
 
 def _curves(member: RunMember) -> dict[str, Any]:
     epochs = member.of_kind("epoch")
+    if not epochs:  # what there is of the first one
+        steps, whole = member.of_kind("step"), member.start.get("steps_per_epoch") or 1
+        begun = {"at": [short(s["step"] / whole) for s in steps], "train_loss": [short(s.get("loss")) for s in steps]}
+        return {"epoch": [], "begun": begun}
     return {
         "epoch": [record["epoch"] + 1 for record in epochs],
         **{name: [short(record.get(name)) for record in epochs] for name in CURVES},

@@ -59,7 +59,7 @@ function lineChart(holder, { title, note, series, text = number, log = false, ze
       const left = rows.length - shown.length;
       const lines = shown.map((r) => ({ ...r, value: text(r.raw, 4) }));
       if (left) lines.splice(most / 2, 0, { name: `… ${left} more`, value: '' });
-      return { x: x(e), y: area.top, tip: { head: `epoch ${e}`, rows: lines } };
+      return { x: x(e), y: area.top, tip: { head: `epoch ${number(e)}`, rows: lines } };
     });
     readable(svg, stops, [1, 0], area);
     return height;

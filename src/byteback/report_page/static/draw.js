@@ -46,8 +46,11 @@ function ticks(low, high, about = 5) {
   return found;
 }
 
-/** Whole numbers only, for epochs. */
-const wholeTicks = (low, high, about) => ticks(low, high, Math.min(about, Math.max(1, high - low))).filter(Number.isInteger);
+/** Whole numbers only, for epochs, unless there are none. */
+function wholeTicks(low, high, about) {
+  const whole = ticks(low, high, Math.min(about, Math.max(1, high - low))).filter(Number.isInteger);
+  return whole.length ? whole : ticks(low, high, about);
+}
 
 /** Powers of ten between low and high, thinned to at most `most`; 2 and 5 times as well where there are few. */
 function logTicks(low, high, most = 6) {

@@ -50,12 +50,12 @@ function legend() {
 function curves() {
   const holder = get('curve-charts');
   holder.replaceChildren();
-  if (!group.recipes.some((r) => r.seeds.some((s) => s.epoch.length))) return element(holder, 'p', { class: 'note' }, 'No epoch has ended yet.');
+  if (!group.recipes.some((r) => r.seeds.some((s) => s.epoch.length))) return begun(holder);
   const chart = (key, title, note, text) => {
     const series = [];
     for (const recipe of group.recipes) {
       const own = { name: recipe.name, ...look(recipe) };
-      if (recipe.seeds.length > 1) for (const seed of recipe.seeds) series.push({ ...own, faint: true, xs: seed.epoch, ys: seed[key] });
+      if (recipe.seeds.length > 1) for (const seed of recipe.seeds.filter((s) => s.epoch.length)) series.push({ ...own, faint: true, xs: seed.epoch, ys: seed[key] });
       series.push({ ...own, xs: recipe.mean.epoch, ys: recipe.mean[key] });
     }
     lineChart(holder, { title, note, series, text, log: key.endsWith('loss') });
@@ -66,6 +66,13 @@ function curves() {
   chart('test_loss', 'Test loss', 'cross-entropy', number);
   chart('train_loss', 'Training loss', 'mean of the epoch', number);
   if (!compared) chart('train_accuracy', 'Training accuracy', 'mean of the epoch', share);
+}
+
+/** Before the first epoch has ended: the loss as the steps log it. */
+function begun(holder) {
+  element(holder, 'p', { class: 'note' }, 'No epoch has ended yet.');
+  const series = group.recipes.flatMap((r) => r.seeds.map((s) => ({ name: `${r.name} seed ${s.seed}`, ...look(r), xs: s.begun.at, ys: s.begun.train_loss })));
+  if (series.some((s) => s.xs.length)) lineChart(holder, { title: 'Training loss so far', note: 'mean since the last record', series });
 }
 
 /** Test accuracy minus float32's with the same seed. The first quarter is noise that would hide the rest. */
