@@ -75,6 +75,9 @@ function begun(holder) {
   if (series.some((s) => s.xs.length)) lineChart(holder, { title: 'Training loss so far', note: 'mean since the last record', series });
 }
 
+/** Points with their sign: +0.37 where a value is read (digits given), as short as can be on an axis. */
+const signed = (v, digits) => `${v > 0.0049 ? '+' : ''}${digits ? v.toFixed(2).replace(/^-0\.00$/, '0.00').replace('-', '−') : number(Math.abs(v) < 1e-9 ? 0 : v)}`;
+
 /** Test accuracy minus float32's with the same seed. The first quarter is noise that would hide the rest. */
 function differences(holder) {
   const base = group.recipes.find((r) => r.float), series = [], from = Math.ceil(group.facts.epochs / 4);
@@ -95,7 +98,7 @@ function differences(holder) {
     series.push({ ...own, xs: epochs, ys: epochs.map((e) => sums.get(e).reduce((a, b) => a + b) / sums.get(e).length) });
   }
   if (!series.some((s) => s.xs.length)) return false;
-  lineChart(holder, { title: 'Test accuracy above or below float32', note: `points, same seed; from epoch ${from} on`, series, zero: true, text: (v) => `${v > 0 ? '+' : ''}${number(Math.abs(v) < 1e-9 ? 0 : v)}` });
+  lineChart(holder, { title: 'Test accuracy above or below float32', note: `points, same seed; from epoch ${from} on`, series, zero: true, text: signed });
   return true;
 }
 
