@@ -66,6 +66,16 @@ def test_a_wrong_file_is_named_with_what_is_wrong(text: str, says: str, tmp_path
     assert says in str(error.value)
 
 
+def test_members_join_a_resumed_run_and_none_leaves_it(tmp_path: Path) -> None:
+    stored = TrainConfig(recipe=("float32", "plain-int8"), seed=(0,)).complete()
+    (tmp_path / "config.toml").write_text(to_text(stored))
+    config = from_command_line(["--resume", str(tmp_path), "--recipe", "unified-int8", "--seeds", "1"])
+    assert config.recipe == ("float32", "plain-int8", "unified-int8") and config.seed == (0, 1)
+    assert config.output_dir == str(tmp_path)
+    with pytest.raises(ValueError, match=r"begun with lr = 0\.1"):
+        from_command_line(["--resume", str(tmp_path), "--lr", "0.2"])
+
+
 def test_a_missing_file_or_run_is_named() -> None:
     with pytest.raises(ValueError, match=r"absent\.toml: the config cannot be read"):
         from_command_line(["--config", "absent.toml"])

@@ -40,7 +40,10 @@ def from_command_line(args: Sequence[str]) -> TrainConfig:
         stored = read(run_folder(run) / NAME)
         config = tyro.cli(TrainConfig, default=stored, args=args, prog="byteback train")
         _refuse_changes(stored, config)
-        return dataclasses.replace(config, output_dir=str(run_folder(run)))
+        # Members join a run, none leaves it: its table is about all of them.
+        recipe = tuple(dict.fromkeys((*stored.recipe, *config.recipe)))
+        seed = tuple(dict.fromkeys((*stored.seed, *config.seed)))
+        return dataclasses.replace(config, recipe=recipe, seed=seed, output_dir=str(run_folder(run)))
     default = read(Path(file)) if file is not None else TrainConfig()
     return tyro.cli(TrainConfig, default=default, args=args, prog="byteback train")
 
@@ -122,7 +125,7 @@ def _typed(path: Path, key: str, hint: Any, value: Any) -> Any:
 def to_text(config: TrainConfig) -> str:
     """The config as TOML; `read` gives it back.
 
-    >>> print(to_text(TrainConfig(lr=0.05, seed=(0, 1))).splitlines()[5])
+    >>> print(to_text(TrainConfig(lr=0.05, seed=(0, 1))).splitlines()[4])
     seed = [0, 1]
     """
     lines = []

@@ -19,4 +19,5 @@ def unknown(where: str, what: str, name: str, known: Iterable[str], also: str = 
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     there = f" There are {', '.join(names[:_SHOWN])}" + (", ..." if len(names) > _SHOWN else "") + "."
+    there = "" if close and len(names) > _SHOWN else there
     return ValueError(f"{where}: unknown {what} {name!r}.{hint}{there}{' ' + also if also else ''}")
