@@ -17,7 +17,7 @@ from byteback import __version__
 from byteback.report_page.findings import signed
 from byteback.train.variants import FLOAT
 
-SCRIPTS = ("draw.js", "charts.js", "gradients.js", "page.js")
+SCRIPTS = ("draw.js", "read.js", "charts.js", "curves.js", "gradients.js", "page.js")
 _DASH = "–"
 _COLUMNS = (
     ("recipe", ""),

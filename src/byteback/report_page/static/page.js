@@ -5,164 +5,195 @@ const page = JSON.parse(document.getElementById('data').textContent);
 const get = (id) => document.getElementById(id);
 const DASHES = [null, '7 4', '2 4'];
 const ROLES = {
-  grad_output: 'gradient of the output', grad_output_for_weight: "gradient of the output, copy for the weight's gradient",
-  input: 'input', weight: 'weight',
+    grad_output: 'gradient of the output',
+    grad_output_for_weight: "gradient of the output, copy for the weight's gradient",
+    input: 'input',
+    weight: 'weight',
 };
 let group = null;
 
 /** float32 is grey; seven colours for the others, and then the same with dashes. */
 function look(recipe) {
-  const i = group.recipes.filter((r) => !r.float).indexOf(recipe);
-  return recipe.float ? { color: 'var(--c0)', dash: null } : { color: `var(--c${1 + (i % 7)})`, dash: DASHES[Math.floor(i / 7) % 3] };
+    const i = group.recipes.filter((r) => !r.float).indexOf(recipe);
+    return recipe.float
+        ? { color: 'var(--c0)', dash: null }
+        : { color: `var(--c${1 + (i % 7)})`, dash: DASHES[Math.floor(i / 7) % 3] };
 }
 
 function fill(select, options, chosen) {
-  select.replaceChildren();
-  for (const [value, text] of options) element(select, 'option', { value }, text);
-  if (chosen !== undefined && options.some(([value]) => value === String(chosen))) select.value = chosen;
+    select.replaceChildren();
+    for (const [value, text] of options) element(select, 'option', { value }, text);
+    if (chosen !== undefined && options.some(([value]) => value === String(chosen))) select.value = chosen;
 }
 
 function facts() {
-  const f = group.facts, n = (v) => Number(v).toLocaleString('en-US');
-  const seeds = new Set(group.recipes.flatMap((r) => r.seeds.map((s) => s.seed))).size;
-  get('facts').textContent = [
-    `${f.model}, ${n(f.parameters)} parameters`, `${n(f.train_images)} images of ${f.image_size}×${f.image_size} pixels, ${n(f.test_images)} for the test`,
-    `${f.epochs} epochs, batch size ${f.batch_size}`, `${group.recipes.length} recipes, ${seeds} ${seeds === 1 ? 'seed' : 'seeds'}`, `${f.threads} threads, kernels ${f.path}`,
-  ].join(' · ');
-  for (const title of document.querySelectorAll('[data-finding]')) {
-    const of = page.groups.length > 1 && title.dataset.finding === 'accuracy' ? `${group.label}: ` : '';
-    title.textContent = of + group.findings[title.dataset.finding];
-  }
+    const f = group.facts,
+        n = (v) => Number(v).toLocaleString('en-US');
+    const seeds = new Set(group.recipes.flatMap((r) => r.seeds.map((s) => s.seed))).size;
+    get('facts').textContent = [
+        `${f.model}, ${n(f.parameters)} parameters`,
+        `${n(f.train_images)} images of ${f.image_size}×${f.image_size} pixels, ${n(f.test_images)} for the test`,
+        `${f.epochs} epochs, batch size ${f.batch_size}`,
+        `${group.recipes.length} recipes, ${seeds} ${seeds === 1 ? 'seed' : 'seeds'}`,
+        `${f.threads} threads, kernels ${f.path}`,
+    ].join(' · ');
+    for (const title of document.querySelectorAll('[data-finding]')) {
+        const of = page.groups.length > 1 && title.dataset.finding === 'accuracy' ? `${group.label}: ` : '';
+        title.textContent = of + group.findings[title.dataset.finding];
+    }
 }
 
 function legend() {
-  for (const holder of document.querySelectorAll('[data-legend]')) {
-    holder.replaceChildren();
-    for (const recipe of group.recipes) {
-      const { color, dash } = look(recipe), item = element(holder, 'span');
-      const svg = shape(item, 'svg', { viewBox: '0 0 26 10', 'aria-hidden': 'true' });
-      shape(svg, 'line', { x1: 1, x2: 25, y1: 5, y2: 5, stroke: color, 'stroke-width': 3.5, ...(dash ? { 'stroke-dasharray': dash } : {}) });
-      item.append(recipe.name);
+    for (const holder of document.querySelectorAll('[data-legend]')) {
+        holder.replaceChildren();
+        for (const recipe of group.recipes) {
+            const { color, dash } = look(recipe),
+                item = element(holder, 'span');
+            const svg = shape(item, 'svg', { viewBox: '0 0 26 10', 'aria-hidden': 'true' });
+            shape(svg, 'line', {
+                x1: 1,
+                x2: 25,
+                y1: 5,
+                y2: 5,
+                stroke: color,
+                'stroke-width': 3.5,
+                ...(dash ? { 'stroke-dasharray': dash } : {}),
+            });
+            item.append(recipe.name);
+        }
     }
-  }
-}
-
-function curves() {
-  const holder = get('curve-charts');
-  holder.replaceChildren();
-  if (!group.recipes.some((r) => r.seeds.some((s) => s.epoch.length))) return begun(holder);
-  const chart = (key, title, note, text) => {
-    const series = [];
-    for (const recipe of group.recipes) {
-      const own = { name: recipe.name, ...look(recipe) };
-      if (recipe.seeds.length > 1) for (const seed of recipe.seeds.filter((s) => s.epoch.length)) series.push({ ...own, faint: true, xs: seed.epoch, ys: seed[key] });
-      series.push({ ...own, xs: recipe.mean.epoch, ys: recipe.mean[key] });
-    }
-    lineChart(holder, { title, note, series, text, log: key.endsWith('loss') });
-  };
-  const share = (v, digits) => percent(v, digits ? 2 : Math.abs(v * 100 - Math.round(v * 100)) > 0.01 ? 1 : 0);
-  chart('test_accuracy', 'Test accuracy', 'share of the test images', share);
-  const compared = differences(holder);
-  chart('test_loss', 'Test loss', 'cross-entropy', number);
-  chart('train_loss', 'Training loss', 'mean of the epoch', number);
-  if (!compared) chart('train_accuracy', 'Training accuracy', 'mean of the epoch', share);
-}
-
-/** Before the first epoch has ended: the loss as the steps log it. */
-function begun(holder) {
-  element(holder, 'p', { class: 'note' }, 'No epoch has ended yet.');
-  const series = group.recipes.flatMap((r) => r.seeds.map((s) => ({ name: `${r.name} seed ${s.seed}`, ...look(r), xs: s.begun.at, ys: s.begun.train_loss })));
-  if (series.some((s) => s.xs.length)) lineChart(holder, { title: 'Training loss so far', note: 'mean since the last record', series });
-}
-
-/** Points with their sign: +0.37 where a value is read (digits given), as short as can be on an axis. */
-const signed = (v, digits) => `${v > 0.0049 ? '+' : ''}${digits ? v.toFixed(2).replace(/^-0\.00$/, '0.00').replace('-', '−') : number(Math.abs(v) < 1e-9 ? 0 : v)}`;
-
-/** Test accuracy minus float32's with the same seed. The first quarter is noise that would hide the rest. */
-function differences(holder) {
-  const base = group.recipes.find((r) => r.float), series = [], from = Math.ceil(group.facts.epochs / 4);
-  for (const recipe of group.recipes.filter((r) => base && !r.float)) {
-    const sums = new Map(), own = { name: recipe.name, ...look(recipe) };
-    for (const seed of recipe.seeds) {
-      const other = base.seeds.find((s) => s.seed === seed.seed), xs = [], ys = [];
-      seed.epoch.forEach((e, i) => {
-        const j = other ? other.epoch.indexOf(e) : -1;
-        if (e < from || j < 0 || seed.test_accuracy[i] === null || other.test_accuracy[j] === null) return;
-        xs.push(e);
-        ys.push(100 * (seed.test_accuracy[i] - other.test_accuracy[j]));
-        sums.set(e, [...(sums.get(e) ?? []), ys[ys.length - 1]]);
-      });
-      if (recipe.seeds.length > 1) series.push({ ...own, faint: true, xs, ys });
-    }
-    const epochs = [...sums.keys()].sort((a, b) => a - b);
-    series.push({ ...own, xs: epochs, ys: epochs.map((e) => sums.get(e).reduce((a, b) => a + b) / sums.get(e).length) });
-  }
-  if (!series.some((s) => s.xs.length)) return false;
-  lineChart(holder, { title: 'Test accuracy above or below float32', note: `points, same seed; from epoch ${from} on`, series, zero: true, text: signed });
-  return true;
 }
 
 function speed() {
-  const holder = get('speed-charts');
-  holder.replaceChildren();
-  const rows = group.recipes.filter((r) => r.row && r.row.images_per_second);
-  const bars = (value, text, ratio, what) => rows.filter((r) => r.row[value]).map((r) => ({
-    name: r.name, color: look(r).color, value: r.row[value], text: text(r.row) + (r.row[ratio] ? ` (${r.row[ratio].toFixed(2)}x)` : ''),
-    tip: { head: r.name, rows: [{ name: what, value: text(r.row) }, ...(r.row[ratio] ? [{ name: 'float32 = 1', value: `${r.row[ratio].toFixed(2)}x` }] : [])] },
-  }));
-  if (!rows.length) return element(holder, 'p', { class: 'note' }, 'No epoch has ended yet.');
-  barChart(holder, { title: 'Images per second', note: 'longer is faster', rows: bars('images_per_second', (r) => number(r.images_per_second), 'ratio_to_float32', 'images/s') });
-  const memory = bars('saved_bytes', (r) => `${(r.saved_bytes / 2 ** 20).toFixed(1)} MB`, 'saved_ratio', 'kept for backward');
-  if (memory.length) barChart(holder, { title: 'Kept for the backward pass', note: 'shorter is smaller', rows: memory });
+    const holder = get('speed-charts');
+    holder.replaceChildren();
+    const rows = group.recipes.filter((r) => r.row && r.row.images_per_second);
+    const bars = (value, text, ratio, what) =>
+        rows
+            .filter((r) => r.row[value])
+            .map((r) => ({
+                name: r.name,
+                color: look(r).color,
+                value: r.row[value],
+                text: text(r.row) + (r.row[ratio] ? ` (${r.row[ratio].toFixed(2)}x)` : ''),
+                tip: {
+                    head: r.name,
+                    rows: [
+                        { name: what, value: text(r.row) },
+                        ...(r.row[ratio] ? [{ name: 'float32 = 1', value: `${r.row[ratio].toFixed(2)}x` }] : []),
+                    ],
+                },
+            }));
+    if (!rows.length) return element(holder, 'p', { class: 'note' }, 'No epoch has ended yet.');
+    barChart(holder, {
+        title: 'Images per second',
+        note: 'longer is faster',
+        rows: bars('images_per_second', (r) => number(r.images_per_second), 'ratio_to_float32', 'images/s'),
+    });
+    const memory = bars('saved_bytes', (r) => `${(r.saved_bytes / 2 ** 20).toFixed(1)} MB`, 'saved_ratio', 'kept for backward');
+    if (memory.length) barChart(holder, { title: 'Kept for the backward pass', note: 'shorter is smaller', rows: memory });
 }
 
 /** One heat map per recipe, all with the same colours. tables: [recipe, [layer][epoch]]. */
 function heatMaps(id, tables, { what, note, log, low, text = number, nothing }) {
-  const holder = get(id);
-  holder.replaceChildren();
-  if (!tables.length) element(holder, 'p', { class: 'note' }, nothing);
-  const values = tables.flatMap(([, table]) => table.flat()).filter((v) => v !== null && (!log || v > 0));
-  let range = log ? extent(values, [0.1, 1]) : [Math.min(low, ...values), 1];
-  if (range[0] === range[1]) range = [range[0] / 2, range[1]];
-  for (const [r, table] of tables) heatMap(holder, { title: r.name, note, names: r.layers.names, columns: r.layers.epochs, values: table, range, log, text, what });
+    const holder = get(id);
+    holder.replaceChildren();
+    if (!tables.length) element(holder, 'p', { class: 'note' }, nothing);
+    const values = tables.flatMap(([, table]) => table.flat()).filter((v) => v !== null && (!log || v > 0));
+    let range = log ? extent(values, [0.1, 1]) : [Math.min(low, ...values), 1];
+    if (range[0] === range[1]) range = [range[0] / 2, range[1]];
+    for (const [r, table] of tables)
+        heatMap(holder, {
+            title: r.name,
+            note,
+            names: r.layers.names,
+            columns: r.layers.epochs,
+            values: table,
+            range,
+            log,
+            text,
+            what,
+        });
 }
 
 function numerics() {
-  const role = get('role').value;
-  const tables = (number_, of) => group.recipes.map((r) => [r, r.layers?.roles[of]?.[number_]]).filter(([, table]) => table);
-  heatMaps('deviation-charts', tables('deviation', role), { what: '1 − cosine', note: '1 − cosine, logarithmic colours', log: true, text: (v) => number(v, 2), nothing: 'No int8 layer has been observed yet.' });
-  heatMaps('factor-charts', tables('learning_rate_factor', 'grad_output'), { what: 'learning-rate factor', note: '1 is the full learning rate', low: 0.9, nothing: 'Only unified-int8, and recipes made from it, do this.' });
-  const clips = get('clip-charts');
-  clips.replaceChildren();
-  for (const [r, table] of tables('clip', role)) {
-    const last = Math.max(1, table.length - 1);
-    const series = r.layers.names.map((name, i) => ({ name, color: depth(i / last), xs: r.layers.epochs, ys: table[i] }));
-    lineChart(clips, { title: r.name, note: `clip of the ${ROLES[role]}`, kind: 'clips', series, log: true });
-  }
-  if (!clips.childElementCount) element(clips, 'p', { class: 'note' }, 'No int8 layer has been observed yet.');
-  get('first-layer').style.background = depth(0);
-  get('last-layer').style.background = depth(1);
+    const role = get('role').value;
+    const tables = (number_, of) => group.recipes.map((r) => [r, r.layers?.roles[of]?.[number_]]).filter(([, table]) => table);
+    heatMaps('deviation-charts', tables('deviation', role), {
+        what: '1 − cosine',
+        note: '1 − cosine, logarithmic colours',
+        log: true,
+        text: (v) => number(v, 2),
+        nothing: 'No int8 layer has been observed yet.',
+    });
+    heatMaps('factor-charts', tables('learning_rate_factor', 'grad_output'), {
+        what: 'learning-rate factor',
+        note: '1 is the full learning rate',
+        low: 0.9,
+        nothing: 'Only unified-int8, and recipes made from it, do this.',
+    });
+    const clips = get('clip-charts');
+    clips.replaceChildren();
+    for (const [r, table] of tables('clip', role)) {
+        const last = Math.max(1, table.length - 1);
+        const series = r.layers.names.map((name, i) => ({ name, color: depth(i / last), xs: r.layers.epochs, ys: table[i] }));
+        lineChart(clips, { title: r.name, note: `clip of the ${ROLES[role]}`, kind: 'clips', series, log: true });
+    }
+    if (!clips.childElementCount) element(clips, 'p', { class: 'note' }, 'No int8 layer has been observed yet.');
+    get('first-layer').style.background = depth(0);
+    get('last-layer').style.background = depth(1);
 }
 
 function pictures() {
-  const holder = get('gradient-charts'), there = group.recipes.filter((r) => r.pictures);
-  const recipe = there.find((r) => r.name === get('picture-recipe').value) ?? there[0];
-  if (!recipe) { holder.replaceChildren(); return element(holder, 'p', {}, 'These runs took no histograms (--histogram-every 0).'); }
-  const names = recipe.pictures.layers.map((l) => l.name), before = get('picture-layer').value;
-  fill(get('picture-layer'), names.map((name) => [name, name]), names.includes(before) ? before : names[Math.floor(names.length / 2)]);
-  gradientPictures(holder, recipe, names.indexOf(get('picture-layer').value), get('picture-scale').value === 'log', look(recipe).color);
+    const holder = get('gradient-charts'),
+        there = group.recipes.filter((r) => r.pictures);
+    const recipe = there.find((r) => r.name === get('picture-recipe').value) ?? there[0];
+    if (!recipe) {
+        holder.replaceChildren();
+        return element(holder, 'p', {}, 'These runs took no histograms (--histogram-every 0).');
+    }
+    const names = recipe.pictures.layers.map((l) => l.name),
+        before = get('picture-layer').value;
+    fill(
+        get('picture-layer'),
+        names.map((name) => [name, name]),
+        names.includes(before) ? before : names[Math.floor(names.length / 2)],
+    );
+    gradientPictures(
+        holder,
+        recipe,
+        names.indexOf(get('picture-layer').value),
+        get('picture-scale').value === 'log',
+        look(recipe).color,
+    );
 }
 
 function show(index) {
-  group = page.groups[index];
-  const roles = Object.keys(ROLES).filter((role) => group.recipes.some((r) => r.layers && r.layers.roles[role]));
-  fill(get('role'), roles.map((role) => [role, ROLES[role]]), get('role').value);
-  const there = group.recipes.filter((r) => r.pictures);
-  fill(get('picture-recipe'), there.map((r) => [r.name, r.name]), get('picture-recipe').value || there.find((r) => !r.float)?.name);
-  facts(); legend(); curves(); speed(); numerics(); pictures();
+    group = page.groups[index];
+    const roles = Object.keys(ROLES).filter((role) => group.recipes.some((r) => r.layers && r.layers.roles[role]));
+    fill(
+        get('role'),
+        roles.map((role) => [role, ROLES[role]]),
+        get('role').value,
+    );
+    const there = group.recipes.filter((r) => r.pictures);
+    fill(
+        get('picture-recipe'),
+        there.map((r) => [r.name, r.name]),
+        get('picture-recipe').value || there.find((r) => !r.float)?.name,
+    );
+    facts();
+    legend();
+    curves();
+    speed();
+    numerics();
+    pictures();
 }
 
-fill(get('group'), page.groups.map((g, i) => [String(i), g.label]));
+fill(
+    get('group'),
+    page.groups.map((g, i) => [String(i), g.label]),
+);
 get('choice').hidden = page.groups.length < 2;
 get('group').onchange = () => show(Number(get('group').value));
 get('role').onchange = numerics;
