@@ -2,6 +2,7 @@
 // The papers' pictures of gradients: sharp and wide; by epoch; by layer; by place in a block; by channel.
 
 const GAUSSIAN = 0.3; // a channel whose share of values beyond its standard deviation is higher counts as Gaussian
+const LAPLACE = 0.243; // the same share for a Laplace distribution; what lies below has a sharper peak and longer tails
 
 /** Panels of histograms that share one scale of heights. list: {title, note, edge, shares, color}. */
 function panels(holder, list, log) {
@@ -15,8 +16,8 @@ function panels(holder, list, log) {
 // What to see in each part, in one sentence.
 const SEE = {
     shape:
-        'See how sharp a spike gradients form around zero while a few lie far out, beside weights and inputs that fill their ' +
-        'range: one scale from end to end spends most of its 8 bits on nothing.',
+        'See whether gradients form a spike around zero with a few values far out, beside weights and inputs that fill their ' +
+        'range: for such a shape one scale from end to end spends most of its 8 bits on nothing.',
     epoch:
         'See the range under each picture and the width of its foot: they change while the network learns, so a clip that ' +
         'fits once does not fit for long.',
@@ -59,9 +60,10 @@ function shapePictures(holder, seen, layer, log, color) {
     const gradient = newest(seen, layer),
         { weight, input } = seen.last[layer],
         bins = gradient.shares.length;
+    const kind = gradient.tail < LAPLACE ? 'Sharp and wide' : 'Close to a bell';
     const share = percent(gradient.shares[bins >> 1], 0);
     const inside = `${share} of ${seen.layers[layer].name}'s gradients lie in the middle bin of ${bins}`;
-    part(holder, `Sharp and wide: ${inside}, the largest is ${number(gradient.edge / gradient.std)} σ away`, SEE.shape);
+    part(holder, `${kind}: ${inside}, the largest is ${number(gradient.edge / gradient.std)} σ away`, SEE.shape);
     const list = [
         { title: 'gradient', note: inWords(gradient), ...gradient, color },
         { title: 'weight', note: 'of the same layer', ...weight, color: 'var(--c0)' },
