@@ -28,7 +28,7 @@ help: ## show this list
 setup: $(STAMP) ## create or refresh .venv
 	@:
 
-demo: $(STAMP) ## train a small network in float and in int8, side by side (under two minutes)
+demo: $(STAMP) ## train a small network in float and in int8, side by side, and make a page of it (under two minutes)
 	$(BIN)/byteback train $(ARGS)
 
 test: $(STAMP) ## unit tests and docstring examples; more by ARGS='-m slow' or ARGS='-m convergence'

@@ -30,6 +30,10 @@ def test_train_compares_float_with_a_recipe_on_embedded_data(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     table = done.stdout.split("Same seeds, same data order")[1]
     assert "float32" in table and "unified-int8" in table and "accuracy" in table and "runs/digits-resnet8" in table
+    page = tmp_path / "runs/digits-resnet8/report.html"
+    assert "Its report page is runs/digits-resnet8/report.html" in table and "<!doctype html>" in page.read_text()[:20]
+    again = byteback("report", "runs/digits-resnet8", "--output", "x.html", cwd=tmp_path)
+    assert again.returncode == 0 and (tmp_path / "x.html").read_text() == page.read_text(), again.stderr
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,8 @@ def test_train_compares_float_with_a_recipe_on_embedded_data(tmp_path: Path) -> 
         pytest.param(["train", "--data", "cifar"], "Did you mean cifar10", id="misspelt data set"),
         pytest.param(["train", "--data", "cifar10", "--data-path", "no", "--no-download"], "data_batch_1", id="no data"),
         pytest.param(["train", "--epoch", "1"], "--epochs", id="misspelt flag"),
+        pytest.param(["report", "absent"], "there is no folder absent", id="missing run"),
+        pytest.param(["report"], "name the folder of a run", id="no run to report on"),
         pytest.param(["eval", "absent.pt"], "no such checkpoint", id="missing checkpoint"),
         pytest.param(["train", "--model", "resnet21"], "resnet20", id="misspelt model"),
         pytest.param(["train", "--lr", "fast"], "lr", id="word for a number"),

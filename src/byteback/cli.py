@@ -2,6 +2,7 @@
 """The command `byteback`. Its flags come from dataclasses; there is no parser here.
 
 byteback train            a network in float32 and in int8, side by side, on the same seeds and data
+byteback report           one HTML page of runs: table, curves, speed, memory, layers, gradients
 byteback eval             a checkpoint on the test images
 byteback recipes, models  what there is to choose from
 byteback bench step       a network's whole training step against PyTorch FP32, with its parts and its memory
@@ -14,6 +15,7 @@ byteback doctor           what this machine and this build can run, and why
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, Union
@@ -29,6 +31,7 @@ def main() -> None:
 
         from byteback import __version__
         from byteback.bench import doctor, growth, inference, kernels, step, verify
+        from byteback.report_page import command as report
         from byteback.train import config_file, evaluate, listing, side_by_side
         from byteback.train.config import TrainConfig
     except ImportError as error:
@@ -41,7 +44,8 @@ def main() -> None:
         sys.argv.append("--help")
     # name -> (dataclass with the flags, what to do with it); a command that returns False has failed, a number is its exit code
     commands: dict[str, tuple[type, Callable[[Any, Console], Any]]] = {
-        "train": (TrainConfig, side_by_side.run),
+        "train": (TrainConfig, functools.partial(side_by_side.run, when_done=report.after_training)),
+        "report": (report.ReportConfig, report.run),
         "eval": (evaluate.EvalConfig, evaluate.run),
         "recipes": (listing.RecipesConfig, listing.recipes),
         "models": (listing.ModelsConfig, listing.model_names),

@@ -30,16 +30,21 @@ def is_finished(folder: Path) -> bool:
 def member_result(member: Member, run: Path) -> dict[str, Any]:
     """A member's line of summary.json."""
     records = files.read_lines(member.folder / METRICS)
+    return result_of(records, member.variant.name, member.seed, member.folder, run)
+
+
+def result_of(records: Sequence[dict[str, Any]], recipe: str, seed: int, folder: Path, run: Path) -> dict[str, Any]:
+    """What the journal of a member in `folder` says it came to."""
     start = next((record for record in records if record["kind"] == "start"), {})
     epochs = [record for record in records if record["kind"] == "epoch"]
     last = epochs[-1] if epochs else {}
     end = next((record for record in records if record["kind"] == "end"), None)
     diverged = any(record["kind"] == "diverged" for record in records)
-    state = "finished" if end else "diverged" if diverged else "stopped" if (member.folder / LAST).exists() else "waiting"
+    state = "finished" if end else "diverged" if diverged else "stopped" if (folder / LAST).exists() else "waiting"
     return {
-        "recipe": member.variant.name,
-        "folder": str(member.folder.relative_to(run)),
-        "seed": member.seed,
+        "recipe": recipe,
+        "folder": str(folder.relative_to(run)),
+        "seed": seed,
         "state": state,
         "epochs": len(epochs),
         "accuracy": last.get("test_accuracy"),

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ from byteback.train.loop import Member, train
 SUMMARY = "summary.json"
 
 
-def run(config: TrainConfig, console: Console) -> int:
-    """Trains every member that is not finished yet, and prints the comparison; returns the exit code."""
+def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Console], None] | None = None) -> int:
+    """Trains every member that is not finished yet, and prints the comparison; returns the exit code.
+
+    `when_done` is called with the run's folder once all members have ended: the command line makes a page of it.
+    """
     byteback.tune_malloc()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -66,9 +70,12 @@ def run(config: TrainConfig, console: Console) -> int:
             highlight=False,
         )
         try:
-            return _train(config, folder, members, images, console)
+            code = _train(config, folder, members, images, console)
         finally:
             images.close()
+        if code == 0 and when_done is not None:
+            when_done(folder, console)
+        return code
 
 
 def _train(config: TrainConfig, folder: Path, members: list[Member], images: data.Data, console: Console) -> int:

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members → groups that may be compared: the same network, schedule and images. A page shows one group at a time.
+
+Everything here is plain data, small enough to travel inside a page: four digits, at most `COLUMNS` epochs per heat map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from byteback.report_page import findings, pictures
+from byteback.report_page.numbers import mean, short, spaced
+from byteback.report_page.runs import Record, RunMember
+from byteback.train import results
+from byteback.train.variants import FLOAT
+
+COLUMNS = 60
+CURVES = ("test_accuracy", "train_accuracy", "test_loss", "train_loss")
+NUMBERS = ("deviation", "learning_rate_factor", "clip", "saturated", "gaussian_share")
+ROLES = ("grad_output", "grad_output_for_weight", "input", "weight")
+_SAME = ("model", "image_size", "epochs", "batch_size", "train_images", "test_images")
+
+
+def build(members: Sequence[RunMember]) -> list[dict[str, Any]]:
+    """The groups, in the order in which the runs were named."""
+    data = {member.start["data"]: member for member in members}
+    if len(data) > 1:
+        named = "; ".join(f"{name} in {member.run}" for name, member in data.items())
+        raise ValueError(f"report: these runs were trained on different data ({named}). Make a page for each data set.")
+    together: dict[tuple[Any, ...], list[RunMember]] = {}
+    for member in members:
+        together.setdefault(tuple(member.start.get(key) for key in _SAME), []).append(member)
+    groups: list[tuple[str, list[RunMember]]] = []
+    for own in together.values():
+        label = _label(own[0].start, [other[0].start for other in together.values()])
+        if len({(member.recipe, member.seed) for member in own}) == len(own):
+            groups.append((label, own))
+        else:  # the same member in several runs: they differ in something, so each run stands for itself
+            runs: dict[Path, list[RunMember]] = {}
+            for member in own:
+                runs.setdefault(member.run, []).append(member)
+            groups.extend((f"{label} ({run.name})", part) for run, part in runs.items())
+    return [_group(label, own) for label, own in groups]
+
+
+def _label(start: Record, others: Sequence[Record]) -> str:
+    """The network's name, and what sets it apart from its namesakes."""
+    namesakes = [other for other in others if other["model"] == start["model"]]
+    units = {"epochs": "{} epochs", "batch_size": "batch {}", "image_size": "{} pixels", "train_images": "{} images"}
+    apart = [unit.format(start.get(key)) for key, unit in units.items() if len({other.get(key) for other in namesakes}) > 1]
+    return ", ".join([str(start["model"]), *apart])
+
+
+def _group(label: str, members: Sequence[RunMember]) -> dict[str, Any]:
+    names = list(dict.fromkeys(member.recipe for member in members))
+    names.sort(key=lambda name: name != FLOAT)  # float32 first, the others as they come
+    found = [member.result() for member in members]
+    rows = _rows(found, names)
+    recipes = []
+    for name in names:
+        own = sorted((member for member in members if member.recipe == name), key=lambda member: member.seed)
+        recipes.append(
+            {
+                "name": name,
+                "float": name == FLOAT,
+                "row": next((row for row in rows if row["recipe"] == name), None),
+                "seeds": [{"seed": member.seed, **_curves(member)} for member in own],
+                "mean": _mean_curves(own),
+                "layers": _numerics(own),
+                "pictures": pictures.build(own),
+            }
+        )
+    start = members[0].start
+    group = {
+        "label": label,
+        "data": start["data"],
+        "facts": {
+            key: start.get(key) for key in (*_SAME, "classes", "channels", "steps_per_epoch", "parameters", "threads", "path")
+        },
+        "recipes": recipes,
+        "unfinished": [_progress(r, start) for r in found if r["state"] not in ("finished", "diverged")],
+        "diverged": [f"{r['recipe']} seed {r['seed']} in epoch {r['epochs'] + 1}" for r in found if r["state"] == "diverged"],
+    }
+    group["findings"] = findings.build(group)
+    return group
+
+
+def _progress(result: Record, start: Record) -> str:
+    return f"{result['recipe']} seed {result['seed']} at epoch {result['epochs']} of {start['epochs']}"
+
+
+def _rows(found: Sequence[Record], names: Sequence[str]) -> list[Record]:
+    """The trainer's own table; a recipe none of whose seeds has ended shows where it stands, compared with nothing."""
+    rows = results.rows(found)
+    there = {row["recipe"] for row in rows}
+    for name in names:
+        going = [result for result in found if result["recipe"] == name and result["epochs"]]
+        if name not in there and going:
+            row = results.rows([{**result, "state": "finished"} for result in going])[0]
+            rows.append({**row, "epochs_so_far": min(result["epochs"] for result in going)})
+    return sorted(rows, key=lambda row: names.index(row["recipe"]))
+
+
+def _curves(member: RunMember) -> dict[str, Any]:
+    epochs = member.of_kind("epoch")
+    if not epochs:  # what there is of the first one
+        steps, whole = member.of_kind("step"), member.start.get("steps_per_epoch") or 1
+        begun = {"at": [short(s["step"] / whole) for s in steps], "train_loss": [short(s.get("loss")) for s in steps]}
+        return {"epoch": [], "begun": begun}
+    return {
+        "epoch": [record["epoch"] + 1 for record in epochs],
+        **{name: [short(record.get(name)) for record in epochs] for name in CURVES},
+    }
+
+
+def _mean_curves(members: Sequence[RunMember]) -> dict[str, Any]:
+    """The mean over seeds, as far as all seeds have come that did not diverge."""
+    sound = [member for member in members if not member.of_kind("diverged")] or list(members)
+    curves = [member.of_kind("epoch") for member in sound]
+    length = min(len(curve) for curve in curves)
+    return {
+        "epoch": [record["epoch"] + 1 for record in curves[0][:length]],
+        **{name: [mean([curve[i].get(name) for curve in curves]) for i in range(length)] for name in CURVES},
+    }
+
+
+def _numerics(members: Sequence[RunMember]) -> dict[str, Any] | None:
+    """role → number → [layer][epoch], each the mean over seeds; None for float32."""
+    by_seed = [{record["epoch"] + 1: record["layers"] for record in member.of_kind("layers")} for member in members]
+    epochs = spaced(sorted(set().union(*by_seed)), COLUMNS)
+    if not epochs:
+        return None
+    names = list(dict.fromkeys(name for seed in by_seed for layers in seed.values() for name in layers))
+    roles: dict[str, Any] = {}
+    for role in ROLES:
+        table = {
+            number: [
+                [
+                    mean([seed[epoch].get(name, {}).get(role, {}).get(number) for seed in by_seed if epoch in seed])
+                    for epoch in epochs
+                ]
+                for name in names
+            ]
+            for number in NUMBERS
+        }
+        kept = {number: rows for number, rows in table.items() if any(value is not None for row in rows for value in row)}
+        if kept:
+            roles[role] = kept
+    return {"names": names, "epochs": epochs, "roles": roles}

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups → one HTML file, with its style, its scripts and its data inside.
+
+The table is HTML, readable without scripts and by search; everything else is drawn by static/*.js from the data. Names come
+from files, so all text is escaped here, and the scripts only ever set textContent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from byteback import __version__
+from byteback.report_page.findings import signed
+from byteback.train.variants import FLOAT
+
+SCRIPTS = ("draw.js", "read.js", "charts.js", "curves.js", "gradients.js", "page.js")
+_DASH = "–"
+_COLUMNS = (
+    ("recipe", ""),
+    ("seeds", "How many members have finished"),
+    ("accuracy", "On the test images after the last epoch: mean ± standard deviation over seeds"),
+    ("to float32", "Points of accuracy above or below float32 with the same seed: mean ± standard error"),
+    ("train loss", "Mean of the last epoch"),
+    ("test loss", "After the last epoch"),
+    ("images/s", "Of training alone, median over epochs"),
+    ("speed", "Images per second, float32 = 1"),
+    ("saved", "Bytes that a step keeps for its backward pass, and their ratio to float32"),
+    ("data wait", "Share of the training time spent waiting for data"),
+)
+
+
+def build(groups: Sequence[dict[str, Any]], commands: Sequence[str] = ()) -> str:
+    """The page."""
+    static = resources.files("byteback.report_page") / "static"
+    data = groups[0]["data"]
+    networks = list(dict.fromkeys(str(group["facts"]["model"]) for group in groups))
+    title = f"{', '.join(networks)} on {data}"
+    parts = {
+        "TITLE": escape(title),
+        "STYLE": (static / "style.css").read_text(encoding="utf-8"),
+        "TABLES": "\n".join(_table(group, i, len(groups) > 1) for i, group in enumerate(groups)),
+        "COMMANDS": "".join(f"<pre><code>{escape(command)}</code></pre>" for command in commands),
+        "VERSION": escape(__version__),
+        "DATA": _embedded({"title": title, "groups": groups}),
+        "SCRIPT": "\n".join((static / name).read_text(encoding="utf-8") for name in SCRIPTS),
+    }
+    page = (static / "page.html").read_text(encoding="utf-8")
+    head, *pieces = page.split("{{")  # one pass, so that nothing inside a part is ever replaced
+    return head + "".join(parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces))
+
+
+def _embedded(value: Any) -> str:
+    """JSON that can stand inside a script element: without any `<`, no text can end that element."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _table(group: dict[str, Any], number: int, several: bool) -> str:
+    head = "".join(f'<th scope="col" title="{escape(why)}">{escape(name)}</th>' for name, why in _COLUMNS)
+    rows = "\n".join(_row(recipe, group) for recipe in group["recipes"])
+    caption = f"<caption>{escape(group['label'])}</caption>" if several else ""
+    notes = [f"still going: {', '.join(group['unfinished'])}"] if group["unfinished"] else []
+    notes += [f"diverged: {', '.join(group['diverged'])}"] if group["diverged"] else []
+    note = f'<p class="note">{escape("; ".join(notes))}.</p>' if notes else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Comparison: {escape(group["label"])}">'
+        f'<table data-group="{number}">{caption}<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>{note}'
+    )
+
+
+def _row(recipe: dict[str, Any], group: dict[str, Any]) -> str:
+    row, name = recipe["row"], escape(recipe["name"])
+    first = f'<th scope="row">{name}</th>'
+    labels = [label for label, _ in _COLUMNS[1:]]
+    cells = _cells(row, group["facts"]["epochs"]) if row else [_DASH] * len(labels)
+    if row and not row["seeds"]:
+        cells = [f"0 of {len(row['diverged'])}", "diverged", *[_DASH] * (len(labels) - 2)]
+    own = ' class="float"' if recipe["name"] == FLOAT else ""
+    body = "".join(f'<td data-label="{label}">{escape(cell)}</td>' for label, cell in zip(labels, cells, strict=True))
+    return f"<tr{own}>{first}{body}</tr>"
+
+
+def _cells(row: dict[str, Any], epochs: int) -> list[str]:
+    seeds = str(len(row["seeds"])) + (f" ({len(row['diverged'])} diverged)" if row["diverged"] else "")
+    if "epochs_so_far" in row:
+        seeds += f", epoch {row['epochs_so_far']} of {epochs}"
+    difference = _DASH if row["difference"] is None else signed(row["difference"])
+    saved = _DASH if row["saved_bytes"] is None else f"{row['saved_bytes'] / 2**20:.1f} MB"
+    return [
+        seeds,
+        _number(row["accuracy"], "{:.2f} %", 100) + _number(row["accuracy_spread"], " ± {:.2f}", 100, ""),
+        difference + _number(row["difference_error"], " ± {:.2f}", 100, ""),
+        _number(row["train_loss"], "{:.4f}"),
+        _number(row["test_loss"], "{:.4f}"),
+        _number(row["images_per_second"], "{:,.0f}"),
+        _number(row["ratio_to_float32"], "{:.2f}x"),
+        saved + _number(row["saved_ratio"], " ({:.2f}x)", 1, ""),
+        _number(row["data_wait"], "{:.1f} %", 100),
+    ]
+
+
+def _number(value: float | None, shape: str, times: float = 1.0, absent: str = _DASH) -> str:
+    return absent if value is None else shape.format(times * value)
