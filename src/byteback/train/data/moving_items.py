@@ -3,12 +3,13 @@
 
 An item of half its size moves by 1 to 3 pixels per frame over a square canvas, and what leaves it on one side comes back on the
 other. It starts anywhere, so a single frame looks the same for every label, and the frames of a clip that moves left are those
-of one that moves right, backwards: only a network that sees their order can tell. Nothing is stored: a clip is a choice of
-pixels that follows from its index.
+of one that moves right, backwards: only a network that sees their order can tell. Noise covers every pixel, or such a network
+would always be right. Nothing is stored: a clip follows from its index.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,15 +24,16 @@ from byteback.train.data.source import Batch, Data, InMemory
 DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))  # rows, columns: right, left, down, up
 TRAIN, TEST = 4000, 1000  # clips
 ITEM, MIN_CANVAS = 14, 16
+NOISE = 3  # parts of noise, uniform from 0 to 255, to one part of item
 _SEED = 20260  # of label, speed and start; a run's own seed moves the start
 
 
 class MovingItems:
-    """Clips made of items (N, 14, 14) uint8. With `augment` a clip starts elsewhere in every epoch."""
+    """Clips made of items (N, 14, 14) uint8. With `augment` a clip has another start and noise in every epoch."""
 
     def __init__(self, items: Tensor, split: int, frames: int, size: int, mean: float, std: float, augment: bool) -> None:
         self.canvas = torch.nn.functional.pad(items, (0, size - ITEM, 0, size - ITEM))
-        self.frames, self.size, self.augment, self.mean, self.std = frames, size, augment, mean, std
+        self.frames, self.size, self.split, self.augment, self.mean, self.std = frames, size, split, augment, mean, std
         random = draws.bits(_SEED, split, np.arange(len(items)), 4)
         self.labels = torch.from_numpy(draws.below(random[:, 0], len(DIRECTIONS)))
         self.speed = torch.from_numpy(1 + draws.below(random[:, 1], 3))
@@ -54,8 +56,17 @@ class MovingItems:
         pixel = torch.arange(self.size)
         rows = (pixel - place[:, :, :1]) % self.size
         columns = (pixel - place[:, :, 1:]) % self.size
-        clips = self.canvas[index[:, None, None, None], rows[:, :, :, None], columns[:, :, None, :]]
-        return clips.float().sub_(self.mean).div_(self.std).unsqueeze(1)
+        clips = self.canvas[index[:, None, None, None], rows[:, :, :, None], columns[:, :, None, :]].float()
+        clips = clips.add_(self._noise(index, seed, epoch), alpha=NOISE).div_(NOISE + 1)
+        return clips.sub_(self.mean).div_(self.std).unsqueeze(1)
+
+    def _noise(self, index: Tensor, seed: int, epoch: int) -> Tensor:
+        """(N, frames, size, size) uint8: eight pixels from every random number."""
+        pixels = self.frames * self.size * self.size
+        key = (seed, epoch) if self.augment else (_SEED, self.split)
+        random = draws.bits(*key, index.numpy(), 4 + -(-pixels // 8))[:, 4:]  # the first four chose the clip
+        noise = np.ascontiguousarray(random).view(np.uint8)[:, :pixels]
+        return torch.from_numpy(noise).reshape(len(index), self.frames, self.size, self.size)
 
     def close(self) -> None:
         pass
@@ -75,6 +86,7 @@ def moving_items(root: Path, frames: int, size: int, augment: bool, download: bo
         whole = part.images[:count, 2:30, 2:30, 0].float()  # without the margin that makes them 32x32
         parts.append(torch.nn.functional.avg_pool2d(whole[:, None], 2)[:, 0].round().to(torch.uint8))
     values = torch.nn.functional.pad(parts[0], (0, size - ITEM, 0, size - ITEM)).double()
-    mean, std = float(values.mean()), float(values.std())
+    mean = (float(values.mean()) + NOISE * 127.5) / (NOISE + 1)
+    std = math.sqrt(float(values.var()) + NOISE**2 * (256**2 - 1) / 12) / (NOISE + 1)
     train, test = (MovingItems(items, i, frames, size, mean, std, augment and i == 0) for i, items in enumerate(parts))
     return Data("moving-items", len(DIRECTIONS), size, 1, train, test, frames)
