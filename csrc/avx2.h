@@ -16,7 +16,7 @@ void gemm_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, boo
 void gemm_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
 void gemm_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, bool nonnegative, int threads);
 
-// Exact integer Winograd F(4x4,3x3): 3x3 kernels with stride and dilation 1 in space (winograd_avx2.cpp).
+// Exact integer Winograd F(4x4,3x3): kernels of 3x3 in space and any number of time taps, stride and dilation 1 (winograd_avx2.cpp).
 bool winograd_fits(const ConvShape&);
 void winograd_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads, const Epilogue* finish = nullptr);
 void winograd_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);

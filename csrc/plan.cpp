@@ -23,7 +23,7 @@ bool winograd_pays(const ConvShape& shape, ProductKind kind, Path path) {
     const s64* image = kind == ProductKind::grad_input ? shape.in : shape.out;
     const s64 pixels = image[1] * image[2], tiles = ceil_div(image[1], 4) * ceil_div(image[2], 4);
     if (path != Path::avx512vnni) return shape.out[1] * shape.out[2] > 2;
-    return 2 * pixels > 16 * tiles && shape.batch * shape.in[0] * tiles >= 6;
+    return 2 * pixels > 16 * tiles && shape.batch * image[0] * tiles >= 6;
 }
 
 }  // namespace
@@ -36,7 +36,8 @@ Plan make_plan(const ConvShape& shape, ProductKind kind, Path path) {
         return {Algorithm::depthwise, false, "one input channel per output channel: memory traffic decides, not arithmetic"};
     if (avx2::winograd_fits(shape) && winograd_pays(shape, kind, path))
         return {path == Path::avx512vnni ? Algorithm::winograd_vnni : Algorithm::winograd, false,
-                "3x3 with stride 1: Winograd F(4x4,3x3) needs a quarter of the multiplications"};
+                shape.kernel[0] == 1 ? "3x3 with stride 1: Winograd F(4x4,3x3) needs a quarter of the multiplications"
+                                     : "3x3 in space with stride 1: Winograd F(4x4,3x3), summed over the time taps"};
 #ifdef BYTEBACK_AVX512VNNI
     if (path == Path::avx512vnni && avx512vnni::gemm_fits(shape))
         return {Algorithm::gemm_vnni, false, "implicit GEMM; u8·s8 multiplies, with an offset of 128 that is taken off again"};

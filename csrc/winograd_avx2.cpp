@@ -12,9 +12,9 @@ bool winograd_fits(const ConvShape& s) {
     for (int axis = 0; axis < 3; ++axis)
         if (s.stride[axis] != 1 || s.dilation[axis] != 1 || s.padding[axis] < 0 || s.in[axis] < 1 || s.out[axis] < 1)
             return false;
-    if (s.kernel[0] != 1 || s.padding[0] != 0 || s.kernel[1] != 3 || s.kernel[2] != 3 || s.groups != 1) return false;
-    // Sums over channels are int32.
-    return s.in_channels > 0 && s.out_channels > 0 && 9 * std::max(s.in_channels, s.out_channels) <= kInt32Depth;
+    if (s.kernel[0] < 1 || s.kernel[1] != 3 || s.kernel[2] != 3 || s.groups != 1) return false;
+    // Sums over channels and time taps are int32.
+    return s.in_channels > 0 && s.out_channels > 0 && s.taps() * std::max(s.in_channels, s.out_channels) <= kInt32Depth;
 }
 
 void winograd_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads, const Epilogue* finish) {

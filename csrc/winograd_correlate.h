@@ -24,12 +24,11 @@ constexpr s64 kMaxWidth = 4 * kPanel;    // result channels at a time, so that t
 constexpr s64 kAheadBytes = 3 << 20;     // of a thread's transformed inputs: in the third-level cache soon, even if it was cold
 constexpr s64 kStreamBytes = 16 << 20;   // of results: more would not stay in the third-level cache anyway
 
-// y[n, h, w, j] = Σ_{r, s, d} x[n, h + r - pad_h, w + s - pad_w, d] · weights[j, r, s, d]
+// y[n, i, h, w, j] = Σ_{t, r, s, d} x[n, i + shift + t, h + r - pad_h, w + s - pad_w, d] · weights[j, t, r, s, d]
 struct Correlation {
     Tiling tiling;
     Weights weights;
     s64 height, width;         // of the result
-    s64 images_per_sample;     // the depth axis counts as batch, but not for the factor
     Factor factor;
     f32* y;
     bool streaming;            // past the caches: y is larger than they are, and made of whole cache lines
@@ -58,7 +57,7 @@ s64 even_part(s64 whole, s64 most) { return ceil_div(whole, ceil_div(whole, most
 
 CorrelationPlan plan_correlation(const Correlation& c, const Share& share) {
     CorrelationPlan p;
-    const s64 depth = c.weights.depth, width = round_up(share.column_end - share.column_begin, kPanel);
+    const s64 depth = c.weights.depth(), width = round_up(share.column_end - share.column_begin, kPanel);
     const s64 affordable = kWeightBytes / (2 * kPositions * depth) / kPanel * kPanel;
     p.block_width = round_up(even_part(width, std::clamp<s64>(affordable, kPanel, kMaxWidth)), kPanel);
     p.fused = p.block_width == width;
@@ -72,21 +71,23 @@ CorrelationPlan plan_correlation(const Correlation& c, const Share& share) {
     return p;
 }
 
-// Tiles first .. last-1 into a block at `at`: [position][tile][channel].
+// Tiles first .. last-1 into a block at `at`: [position][tile][time tap][channel].
 void transform_inputs(const Correlation& c, const CorrelationPlan& p, s64 first, s64 last, char* at) {
     const Tiling& t = c.tiling;
+    const s64 taps = c.weights.taps;
     const s8 *pixels[kPositions], *next[kPositions];
-    find_pixels<6>(t, first, pixels);
-    for (s64 tile = first; tile < last; ++tile, at += p.row) {
-        find_pixels<6>(t, tile + 1, next);
+    find_pixels<6>(t, first, 0, pixels);
+    for (s64 i = first * taps; i < last * taps; ++i) {
+        char* row = at + (i / taps - first) * p.row + i % taps * c.weights.stride * 2;
+        find_pixels<6>(t, (i + 1) / taps, (i + 1) % taps, next);
         for_vectors(0, t.channels, t.channels, [&](s64 channel, const auto& load) {
             if (channel % 64 == 0) fetch_pixels<6>(next, channel);
             const auto emit = [&](int position, V v) {
-                char* to = at + position * p.plane + channel * 2;
+                char* to = row + position * p.plane + channel * 2;
                 store(to, v);
                 if (channel % 32 == 0) _mm_prefetch(to + p.row, _MM_HINT_T0);  // where the next tile goes
             };
-            transform_tile<InputTransform>([&](int i) { return widen(load(pixels[i] + channel)); }, emit);
+            transform_tile<InputTransform>([&](int pixel) { return widen(load(pixels[pixel] + channel)); }, emit);
         });
         std::copy(next, next + kPositions, pixels);
     }
@@ -104,17 +105,17 @@ struct CorrelationThread {
 
     void reserve(Arena& arena, const Correlation& c, const CorrelationPlan& p) {
         const s64 panel_count = p.block_width / kPanel;
-        arena.reserve(staged, round_up(c.weights.depth, 2) * kStaged);
-        arena.reserve(magnitudes, panel_count * ceil_div(c.weights.depth, 16) * kPanel);
-        arena.reserve(panels, panel_count * panel_size(c.weights.depth));
+        arena.reserve(staged, round_up(c.weights.depth(), 2) * kStaged);
+        arena.reserve(magnitudes, panel_count * ceil_div(c.weights.depth(), 16) * kPanel);
+        arena.reserve(panels, panel_count * panel_size(c.weights.depth()));
         arena.reserve(products, panel_count * p.block_tiles * kTile);
-        arena.reserve(sums, chunk_is_safe(9 * kMax * c.weights.depth) ? 0 : panel_count * p.block_tiles * 16 * kPanel);
+        arena.reserve(sums, chunk_is_safe(9 * kMax * c.weights.depth()) ? 0 : panel_count * p.block_tiles * 16 * kPanel);
         arena.reserve(inputs, p.input_bytes());
     }
 };
 
 void prepare_weights(const Correlation& c, s64 first, s64 columns, CorrelationThread& own) {
-    const s64 depth = c.weights.depth, panels = ceil_div(columns, kPanel);
+    const s64 depth = c.weights.depth(), panels = ceil_div(columns, kPanel);
     for (s64 panel = 0; panel < panels; ++panel) {
         stage_panel(c.weights, first + panel * kPanel, own.staged);
         sum_magnitudes(own.staged, depth, own.magnitudes + panel * ceil_div(depth, 16) * kPanel);
@@ -127,7 +128,7 @@ void prepare_weights(const Correlation& c, s64 first, s64 columns, CorrelationTh
 // which are fetched meanwhile: the panels of one position stay in the first-level cache.
 void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const CorrelationThread& own, const char* inputs, s64 tiles,
                     s64 panels, s64 begin, s64 end) {
-    const s64 depth = c.weights.depth, lines = panel_lines(depth), pairs = ceil_div(end - begin, 2);
+    const s64 depth = c.weights.depth(), lines = panel_lines(depth), pairs = ceil_div(end - begin, 2);
     for (int position = 0; position < kPositions; ++position) {
         const char* plane = inputs + position * p.plane + begin * 2;
         const s16* b = own.panels + (position * lines + begin / 2) * 2 * kPanel;
@@ -152,7 +153,7 @@ void store_tile(const Correlation& c, s64 tile, s64 column, const V (&values)[kV
     const s64 first = (image * c.height + top) * c.width + left;  // pixel
     f32* corner = c.finish ? nullptr : c.y + first * c.weights.width + column;
     alignas(64) f32 factors[kPanel];
-    read_factors(c.factor, image / c.images_per_sample, column, columns, factors);
+    read_factors(c.factor, image / t.result_frames, column, columns, factors);
     Floats scales[kVectors];
     for (int k = 0; k < kVectors; ++k) scales[k] = load_floats(factors + k * kLanes);
     for (s64 i = 0; i < rows; ++i)
@@ -194,7 +195,7 @@ void finish_tile(const Correlation& c, s64 tile, s64 column, const s32* products
 
 void correlate_block(const Correlation& c, const CorrelationPlan& p, const CorrelationThread& own, const char* inputs,
                      s64 first_tile, s64 tiles, s64 first_column, s64 columns) {
-    const s64 depth = c.weights.depth, panels = ceil_div(columns, kPanel);
+    const s64 depth = c.weights.depth(), panels = ceil_div(columns, kPanel);
     for (s64 begin = 0; begin < depth; begin += own.chunk) {
         const s64 end = std::min(depth, begin + own.chunk);
         multiply_chunk(c, p, own, inputs, tiles, panels, begin, end);

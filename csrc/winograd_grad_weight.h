@@ -26,11 +26,13 @@ constexpr s64 kGradientPanels = 32;                            // that are held 
 constexpr s64 kInputPanels = 2;                                // in the second-level cache
 constexpr s64 kStreamedGradient = 1 << 20;                     // bytes of dw
 
-// dw[k, r, s, c] = Σ_{n, h, w} g[n, h, w, k] · x[n, h + r - pad_h, w + s - pad_w, c]
+// dw[k, r, s, c] = Σ_{n, i, h, w} g[n, i + shift_g, h, w, k] · x[n, i + shift_x, h + r - pad_h, w + s - pad_w, c]: one time tap, for
+// the frames i in which both exist.
 struct GradWeight {
     Tiling inputs, gradients;
     Factor factor;
     f32* dw;
+    s64 dw_row;      // values from one k to the next
     bool streaming;  // past the caches: dw is large and made of whole cache lines
 
     s64 in_channels() const { return inputs.channels; }
@@ -89,7 +91,7 @@ void transform_pairs(const Tiling& t, s64 first, s64 last, s64 begin, s64 end, s
     constexpr int n = Transform::kSize;
     const s64 lines = panel_lines(chunk_tiles), size = panel_size(chunk_tiles);
     const s8 *even[n * n], *odd[n * n], *next[2 * n * n];
-    const auto find = [&](s64 tile, const s8** pixels) { find_pixels<n>(t, tile < last ? tile : t.count, pixels); };
+    const auto find = [&](s64 tile, const s8** pixels) { find_pixels<n>(t, tile < last ? tile : t.count, 0, pixels); };
     find(first, even);
     find(first + 1, odd);
     for (s64 tile = first; tile < last; tile += 2) {
@@ -117,7 +119,7 @@ void store_taps(const GradWeight& g, s64 k, s64 c, const V (&values)[kVectors][9
     Floats scales[kVectors];
     for (int i = 0; i < kVectors; ++i) scales[i] = load_floats(factors + i * kLanes);
     for (int tap = 0; tap < 9; ++tap) {
-        f32* to = g.dw + (k * 9 + tap) * g.in_channels() + c;
+        f32* to = g.dw + k * g.dw_row + tap * g.in_channels() + c;
         for (int i = 0; i < kVectors; ++i) {
             const Floats v = scale(values[i][tap], scales[i]);
             if (g.streaming)
@@ -211,7 +213,7 @@ void add_parts(const GradWeight& g, const GradWeightPlan& p, const s32* sums, in
             for (s64 part = 0; part < p.tile_parts; ++part)
                 for (s64 j = 0; j < kPanel; ++j) total[j] += sums[part * p.part_size(g.out_channels()) + row * p.row + c + j];
             for (s64 j = 0; j < count; ++j)
-                g.dw[row * g.in_channels() + c + j] = static_cast<f32>(total[j]) * g.factor.at(row / 9, c + j);
+                g.dw[row / 9 * g.dw_row + row % 9 * g.in_channels() + c + j] = static_cast<f32>(total[j]) * g.factor.at(row / 9, c + j);
         }
     });
 }

@@ -22,6 +22,9 @@
 //
 // grad_input is an output: gradients in, weights turned by 180 degrees and transposed, padding 2 - padding.
 //
+// A kernel with several taps in time is a sum of such convolutions of shifted frames. Sums commute with Aᵀ · A, so output and
+// grad_input sum over time taps as they do over channels, before one way back; grad_weight is one 2-D product per time tap.
+//
 // Bounds. A transform along one axis grows its input by at most the largest Σ|entry| of a row, and there are two axes:
 //
 //     Bᵀ d B           10² · 127 = 12 700
@@ -46,34 +49,42 @@
 namespace byteback {
 namespace {
 
-s64 images(const ConvShape& s) { return s.batch * s.in[0]; }
-
-// Tiles of `data`, whose images are of `size`, for results of size `tiled`.
-Tiling tile_images(const ConvShape& s, const s8* data, const s64 (&size)[3], s64 channels, const s64 (&tiled)[3], s64 pad_h,
-                   s64 pad_w, const s8* zeros) {
-    const s64 tiles_h = ceil_div(tiled[1], 4), tiles_w = ceil_div(tiled[2], 4);
-    return {data, size[1], size[2], channels, tiles_h, tiles_w, pad_h, pad_w, images(s) * tiles_h * tiles_w, zeros};
+// Tiles of `data`, whose clips are of `size`, for results of size `tiled`. `pad` zeros lie before each axis of `data`.
+Tiling tile_clips(const ConvShape& s, const s8* data, const s64 (&size)[3], s64 channels, const s64 (&tiled)[3],
+                  const s64 (&pad)[3], const s8* zeros) {
+    const s64 tiles_h = ceil_div(tiled[1], 4), tiles_w = ceil_div(tiled[2], 4), count = s.batch * tiled[0] * tiles_h * tiles_w;
+    return {data, size[1], size[2], channels, tiles_h, tiles_w, pad[1], pad[2], size[0], tiled[0], -pad[0], count, zeros};
 }
 
 void run_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads, const Epilogue* finish) {
     const std::vector<s8> zeros(s.in_channels, 0);
-    const Tiling tiling = tile_images(s, x, s.in, s.in_channels, s.out, s.padding[1], s.padding[2], zeros.data());
-    correlate({tiling, {w, s.in_channels, s.out_channels, false}, s.out[1], s.out[2], s.in[0], factor, y, false, finish}, threads);
+    const Tiling tiling = tile_clips(s, x, s.in, s.in_channels, s.out, s.padding, zeros.data());
+    const Weights weights = see_weights(w, s.in_channels, s.out_channels, false, s.kernel[0]);
+    correlate({tiling, weights, s.out[1], s.out[2], factor, y, false, finish}, threads);
 }
 
 // The result's pixel i meets the gradient's pixel i + padding - t under tap t: a correlation with turned taps and padding
-// 2 - padding, which may be negative.
+// kernel - 1 - padding, which may be negative. The same holds for time.
 void run_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
     const std::vector<s8> zeros(s.out_channels, 0);
-    const Tiling tiling = tile_images(s, g, s.out, s.out_channels, s.in, 2 - s.padding[1], 2 - s.padding[2], zeros.data());
-    correlate({tiling, {w, s.out_channels, s.in_channels, true}, s.in[1], s.in[2], s.in[0], factor, dx, false, nullptr}, threads);
+    const s64 pad[3] = {s.kernel[0] - 1 - s.padding[0], 2 - s.padding[1], 2 - s.padding[2]};
+    const Tiling tiling = tile_clips(s, g, s.out, s.out_channels, s.in, pad, zeros.data());
+    const Weights weights = see_weights(w, s.out_channels, s.in_channels, true, s.kernel[0]);
+    correlate({tiling, weights, s.in[1], s.in[2], factor, dx, false, nullptr}, threads);
 }
 
+// One time tap after the other: the gradient's frame i meets frame i + tap - padding, where there is one.
 void run_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {
     const std::vector<s8> zeros(std::max(s.in_channels, s.out_channels), 0);
-    const Tiling inputs = tile_images(s, x, s.in, s.in_channels, s.out, s.padding[1], s.padding[2], zeros.data());
-    const Tiling gradients = tile_images(s, g, s.out, s.out_channels, s.out, 0, 0, zeros.data());
-    grad_weight({inputs, gradients, factor, dw, false}, threads);
+    const s64 row = s.taps() * s.in_channels;
+    for (s64 tap = 0; tap < s.kernel[0]; ++tap) {
+        const s64 ahead = tap - s.padding[0], first = std::max<s64>(0, -ahead), last = std::min(s.out[0], s.in[0] - ahead);
+        const s64 met[3] = {std::max<s64>(0, last - first), s.out[1], s.out[2]};
+        const s64 before_x[3] = {-(first + ahead), s.padding[1], s.padding[2]}, before_g[3] = {-first, 0, 0};
+        const Tiling inputs = tile_clips(s, x, s.in, s.in_channels, met, before_x, zeros.data());
+        const Tiling gradients = tile_clips(s, g, s.out, s.out_channels, met, before_g, zeros.data());
+        grad_weight({inputs, gradients, factor, dw + tap * 9 * s.in_channels, row, false}, threads);
+    }
 }
 
 }  // namespace

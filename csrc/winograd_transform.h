@@ -104,26 +104,33 @@ inline void grad_weight_2d(const s32* products, V out[9]) {
 
 // ---- Tiles ----
 
-// An image tensor cut into tiles: tile (h, w) of an image begins at pixel (h * 4 - pad_h, w * 4 - pad_w).
+// A tensor of clips cut into tiles: tile (h, w) of a frame begins at pixel (h * 4 - pad_h, w * 4 - pad_w). Tiles are numbered as
+// the result's frames are, of which a clip may have more or fewer: under time tap t frame i of the result reads frame i + shift + t.
+// For images a clip is one frame.
 struct Tiling {
     const s8* data;
     s64 height, width, channels;
     s64 tiles_h, tiles_w;
     s64 pad_h, pad_w;
-    s64 count;         // tiles of all images
-    const s8* zeros;   // as many as channels: what lies outside of an image
+    s64 frames;         // of a clip of `data`
+    s64 result_frames;  // of a clip of the result
+    s64 shift;
+    s64 count;          // tiles of all clips
+    const s8* zeros;    // as many as channels: what lies outside of a frame, or of a clip
 
     s64 per_image() const { return tiles_h * tiles_w; }
 };
 
-// Pointers to the first channel of each pixel of a tile of kSize x kSize; a tile past the end is all zeros.
+// Pointers to the first channel of each pixel of a tile of kSize x kSize under a time tap; a tile past the end is all zeros.
 template <int kSize>
-inline void find_pixels(const Tiling& t, s64 tile, const s8* pixels[kSize * kSize]) {
-    if (tile >= t.count) {
+inline void find_pixels(const Tiling& t, s64 tile, s64 tap, const s8* pixels[kSize * kSize]) {
+    const s64 result = tile / t.per_image(), at = tile % t.per_image(), clip = result / t.result_frames;
+    const s64 frame = result % t.result_frames + t.shift + tap;
+    if (tile >= t.count || frame < 0 || frame >= t.frames) {
         std::fill(pixels, pixels + kSize * kSize, t.zeros);
         return;
     }
-    const s64 image = tile / t.per_image(), at = tile % t.per_image();
+    const s64 image = clip * t.frames + frame;
     const s64 top = at / t.tiles_w * 4 - t.pad_h, left = at % t.tiles_w * 4 - t.pad_w;
     const s64 corner = ((image * t.height + top) * t.width + left) * t.channels;
     if (top >= 0 && left >= 0 && top + kSize <= t.height && left + kSize <= t.width) {

@@ -12,13 +12,22 @@
 namespace byteback {
 namespace {
 
-// Weights (K,3,3,C) as seen by a product with `depth` summed channels and `width` result channels:
-//   output      result k, summed c, tap t           grad_input  result c, summed k, tap 8 - t ("turned")
+// Weights (K,T,3,3,C) as seen by a product with `channels` summed channels and `width` result channels:
+//   output      result k, summed c, tap t           grad_input  result c, summed k, taps counted from the end ("turned")
+// The time taps are summed like channels: index i of the sum is channel i % stride of time tap i / stride. With several taps the
+// stride is of whole vectors, because a tap's transformed inputs begin at one.
 struct Weights {
     const s8* data;
-    s64 depth, width;
+    s64 channels, width;
     bool turned;
+    s64 taps, stride;
+
+    s64 depth() const { return taps * stride; }
 };
+
+inline Weights see_weights(const s8* data, s64 channels, s64 width, bool turned, s64 taps) {
+    return {data, channels, width, turned, taps, taps == 1 ? channels : round_up(channels, kChannels)};
+}
 
 constexpr s64 kStaged = 9 * kPanel;  // bytes of one summed channel in a staged panel: [tap][column]
 
@@ -36,27 +45,33 @@ inline void transpose_bytes(const s8* src, s64 src_row, s8* dst, s64 dst_row) {
     for (int i = 0; i < 16; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i * dst_row), row[i]);
 }
 
+// One time tap of stage_panel.
+inline void stage_tap(const Weights& w, s64 tap, s64 first, s64 columns, s8* staged) {
+    if (w.turned) {
+        const s8* from = w.data + (w.taps - 1 - tap) * 9 * w.width + first;
+        for (s64 d = 0; d < w.channels; ++d, from += w.taps * 9 * w.width)
+            for (int t = 0; t < 9; ++t)
+                std::memcpy(staged + d * kStaged + (8 - t) * kPanel, from + t * w.width, static_cast<size_t>(columns));
+        return;
+    }
+    const s64 row = w.taps * 9 * w.channels;  // bytes from one result channel to the next
+    const s64 whole = columns == kPanel ? w.channels / 16 * 16 : 0;
+    for (int t = 0; t < 9; ++t) {
+        const s8* from = w.data + first * row + (tap * 9 + t) * w.channels;
+        s8* to = staged + t * kPanel;
+        for (s64 d = 0; d < whole; d += 16) transpose_bytes(from + d, row, to + d * kStaged, kStaged);
+        for (s64 d = whole; d < w.channels; ++d)
+            for (s64 j = 0; j < columns; ++j) to[d * kStaged + j] = from[j * row + d];
+    }
+}
+
 // staged[summed][tap][column] for columns first .. first + 15. What lies past the tensor is zero; `staged` has an even number
 // of summed channels.
 inline void stage_panel(const Weights& w, s64 first, s8* staged) {
-    const s64 columns = std::min<s64>(kPanel, w.width - first), even = round_up(w.depth, 2);
-    if (columns < kPanel || even > w.depth) std::memset(staged, 0, static_cast<size_t>(even * kStaged));
-    if (w.turned) {
-        for (s64 d = 0; d < w.depth; ++d)
-            for (int t = 0; t < 9; ++t)
-                std::memcpy(staged + d * kStaged + (8 - t) * kPanel, w.data + (d * 9 + t) * w.width + first,
-                            static_cast<size_t>(columns));
-        return;
-    }
-    const s64 row = 9 * w.depth;  // bytes from one result channel to the next
-    const s64 whole = columns == kPanel ? w.depth / 16 * 16 : 0;
-    for (int t = 0; t < 9; ++t) {
-        const s8* from = w.data + first * row + t * w.depth;
-        s8* to = staged + t * kPanel;
-        for (s64 d = 0; d < whole; d += 16) transpose_bytes(from + d, row, to + d * kStaged, kStaged);
-        for (s64 d = whole; d < w.depth; ++d)
-            for (s64 j = 0; j < columns; ++j) to[d * kStaged + j] = from[j * row + d];
-    }
+    const s64 columns = std::min<s64>(kPanel, w.width - first), even = round_up(w.depth(), 2);
+    const bool gaps = columns < kPanel || even > w.depth() || w.stride > w.channels;
+    if (gaps) std::memset(staged, 0, static_cast<size_t>(even * kStaged));
+    for (s64 tap = 0; tap < w.taps; ++tap) stage_tap(w, tap, first, columns, staged + tap * w.stride * kStaged);
 }
 
 // Transformed panel: [position][pair of summed channels][column][2]. The positions are an odd number of cache lines apart, or

@@ -29,6 +29,8 @@ def convolutions(draw: st.DrawFn) -> Drawn:
     kernel = [draw(st.integers(1, 4)) for _ in range(spatial)]
     dilation = [draw(st.integers(1, 3)) for _ in range(spatial)]
     stride = [draw(st.integers(1, 4)) for _ in range(spatial)]
+    if spatial == 3 and draw(st.booleans()):  # what Winograd serves: 3x3 in space, any number of time taps
+        groups, kernel, dilation, stride = 1, [kernel[0], 3, 3], [1] * 3, [1] * 3
     padding = [draw(st.integers(0, 4)) for _ in range(spatial)]
     longest = {1: 40, 2: 14, 3: 7}[spatial]
     size = []

@@ -93,6 +93,36 @@ def test_winograd_is_equal_for_every_tail_of_tiles_and_channels(channels: tuple[
         assert native.last_kernel == f"{path}/winograd", case
 
 
+@pytest.mark.parametrize("path", [path for path in NATIVE if path != "generic"])
+@pytest.mark.parametrize("taps", [1, 2, 3, 4])
+@pytest.mark.parametrize("channels", [(3, 64), (15, 17), (37, 5), (64, 65)], ids=str)
+def test_winograd_over_clips_is_equal_for_every_number_of_time_taps(channels: tuple[int, int], taps: int, path: str) -> None:
+    """Clips of one frame and of more, time paddings of 0 to 2, frames that no tap reaches, images that end inside a tile."""
+    rng = random.Random(taps)
+    for batch, image, padding in [(1, (4, 8, 8), 1), (3, (1, 7, 12), 2), (2, (5, 12, 11), 0), (2, (2, 8, 15), 2)]:
+        if image[0] + 2 * padding < taps:
+            continue
+        spatial = rng.randint(0, 2)
+        pads = (padding, spatial, spatial)
+        case = Geometry(batch, channels, 1, image, (taps, 3, 3), (1,) * 3, pads, (1,) * 3)
+        assert_paths_agree(case, rng, [path])
+        assert native.last_kernel == f"{path}/winograd", case
+
+
+def test_winograd_over_clips_stays_exact_where_three_time_taps_just_fit_and_just_do_not() -> None:
+    """The bound counts all time taps: 3 x 171 channels of full weights are deeper than one chunk."""
+    one = torch.ones(1, 1, 1, 1, 1)
+    for total in (264208, 264209, 27 * 171 * 127):
+        w = torch.zeros(1, 27 * 171, dtype=torch.int8)
+        full, rest = divmod(total, 127)
+        w[0, :full] = 127
+        w[0, full : full + (rest > 0)] = rest
+        w = w.reshape(1, 171, 3, 3, 3)
+        x = torch.full((1, 171, 3, 8, 8), 127, dtype=torch.int8)
+        result = ops.conv_int8(x, one, w, one, [1, 1, 1], [1, 1, 1], [1, 1, 1])
+        assert result[0, 0, 1, 3, 3].item() == torch.tensor(127.0 * total, dtype=torch.float32).item()
+
+
 def test_winograd_stays_exact_where_merged_chunks_just_fit_and_just_do_not() -> None:
     """512 channels are one chunk only if Σ|w| · 127 < 2^25, that is Σ|w| <= 264208; one more must be split."""
     one = torch.ones(1, 1, 1, 1)

@@ -34,7 +34,7 @@ DEFAULTS = {
     "resnet8": (32, 128),
     "resnet56": (32, 128),
     "vgg16": (32, 128),
-    "r3d_18": (112, 2),
+    **dict.fromkeys(("r3d_18", "mc3_18", "r2plus1d_18"), (112, 2)),
 }
 _ELSE = (224, 16)
 LOSS_TOLERANCE = 0.02

@@ -54,6 +54,10 @@ def _plain(batch: int, c: int, k: int, size: int, kernel: int, stride: int = 1, 
     return Geometry(batch, (c, k), groups, (size, size), pair, (stride,) * 2, (kernel // 2,) * 2, (1, 1))
 
 
+def _clip(batch: int, c: int, k: int, image: tuple[int, int, int], taps: int, padding: int = 1) -> Geometry:
+    return Geometry(batch, (c, k), 1, image, (taps, 3, 3), (1,) * 3, (padding, 1, 1), (1,) * 3)
+
+
 FIXED = [
     _plain(2, 64, 64, 14, 3),
     _plain(1, 232, 24, 9, 3),  # one channel more than a Winograd chunk holds
@@ -67,11 +71,18 @@ FIXED = [
     _plain(3, 2, 3, 220, 3),  # a gradient sum deeper than an int32 holds
     _plain(2, 3, 16, 31, 7, stride=2),
     Geometry(2, (8, 12), 1, (5, 9, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+    _clip(2, 37, 20, (4, 9, 10), 3),  # Winograd with three time taps, channels that end inside a vector
+    _clip(1, 160, 24, (3, 7, 7), 3),  # 480 summed channels, more than a Winograd chunk holds
+    _clip(2, 20, 33, (1, 6, 11), 5, padding=2),  # most time taps read outside of the clip
+    _clip(2, 20, 33, (5, 8, 7), 2, padding=0),
+    _clip(2, 16, 16, (2, 8, 8), 1, padding=2),  # frames of nothing but padding
     Geometry(2, (8, 12), 1, (40,), (5,), (2,), (2,), (1,)),
 ]
 
 
 def drawn(rng: random.Random) -> Geometry:
+    if rng.random() < 0.1:
+        return _drawn_clip(rng)
     axes = rng.choice([1, 2, 2, 2, 3])
     groups = rng.choice([1, 1, 1, 2, 3])
     c, k = groups * rng.choice([1, 2, 3, 7, 16, 17, 33]), groups * rng.choice([1, 2, 5, 16, 17, 40])
@@ -83,6 +94,14 @@ def drawn(rng: random.Random) -> Geometry:
     image = tuple(max(rng.randint(1, 12), d * (n - 1) + 1 - 2 * p) for n, d, p in zip(kernel, dilation, padding, strict=True))
     stride = tuple(rng.randint(1, 3) for _ in range(axes))
     return Geometry(rng.randint(1, 3), (c, k), groups, image, kernel, stride, padding, dilation)
+
+
+def _drawn_clip(rng: random.Random) -> Geometry:
+    """A clip with a kernel of 3x3 in space and stride 1, which Winograd serves where enough of its tiles is used."""
+    channels = rng.choice([1, 5, 16, 31, 33, 80]), rng.choice([1, 4, 16, 17, 48])
+    taps, padding = rng.randint(1, 5), tuple(rng.randint(0, 2) for _ in range(3))
+    image = (max(rng.randint(1, 6), taps - 2 * padding[0]), rng.randint(3, 14), rng.randint(3, 14))
+    return Geometry(rng.randint(1, 3), channels, 1, image, (taps, 3, 3), (1,) * 3, padding, (1,) * 3)
 
 
 def _integers(size: tuple[int, ...], rng: random.Random, nonnegative: bool) -> Tensor:

@@ -15,7 +15,13 @@ import tyro
 from byteback.train.variants import FLOAT, Variant, parse
 
 # What a data set brings along where the user says nothing: model, epochs, batch size, image size.
+_VIDEO: dict[str, tuple[str, int, int, int]] = {
+    "moving-items": ("r3d_8", 4, 32, 32),
+    "frames": ("r3d_18", 30, 8, 112),
+    "clips": ("r3d_18", 30, 8, 112),
+}
 _DEFAULTS: dict[str, tuple[str, int, int, int]] = {
+    **_VIDEO,
     "digits": ("resnet8", 12, 64, 8),
     "cifar10": ("resnet20", 15, 128, 32),
     "cifar100": ("resnet20", 15, 128, 32),
@@ -31,10 +37,14 @@ class TrainConfig:
     Without any flag: a small ResNet on handwritten digits, in a quarter of a minute.
     """
 
+    task: Literal["classify", "video"] = "classify"
+    """What is learnt: classes of images, or of clips (docs/8-video.md)."""
     model: str | None = None
-    """A network by name (`byteback models` lists them). Default: resnet8 for digits, resnet18 for folders, else resnet20."""
+    """A network by name (`byteback models` lists them). Default: resnet8 for digits, resnet18 for folders, else resnet20;
+    r3d_8 for moving-items, r3d_18 for other clips."""
     data: str = "digits"
-    """digits, cifar10, cifar100, fashion-mnist, or folder:PATH with PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE."""
+    """digits, cifar10, cifar100, fashion-mnist, or folder:PATH with PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE. Video:
+    moving-items, frames:PATH with PATH/CLASS/CLIP/FRAME.png, or clips:PATH with PATH/CLASS/CLIP.mp4 or PATH/labels.csv."""
     data_path: str | None = None
     """Where the data sets lie. Default: $BYTEBACK_DATA, else ./data."""
     recipe: tuple[str, ...] = (FLOAT, "unified-int8", "distribution-adaptive-int8")
@@ -64,7 +74,11 @@ class TrainConfig:
     augment: bool = True
     """Customary augmentation: padded crops and flips for small images, resized crops and flips for folders, none for digits."""
     image_size: int | None = None
-    """Pixels per side of the images of a folder. Default: 224."""
+    """Pixels per side of the images of a folder. Default: 224; 112 for clips, 32 for moving-items."""
+    frames: int | None = None
+    """Frames of a clip. Default: 8 for moving-items, else 16."""
+    frame_stride: int = 1
+    """Take every such frame of a clip on disk."""
     download: bool = True
     """Download a data set that is not there."""
     workers: int = 2
@@ -117,12 +131,14 @@ class TrainConfig:
             epochs=self.epochs or epochs,
             batch_size=self.batch_size or batch_size,
             image_size=self.image_size or image_size,
+            frames=self.frames or (8 if self.kind() == "moving-items" else 16),
         )
 
 
 def _check(config: TrainConfig) -> None:
     """Refuses what cannot train; every sentence says what would."""
     positive = {"epochs": 1, "batch_size": 2, "threads": 1, "image_size": 8, "log_every": 1, "lr_step_size": 1}
+    positive |= {"frames": 1, "frame_stride": 1}
     for name, least in positive.items():
         value = getattr(config, name)
         if value is not None and value < least:
@@ -141,6 +157,11 @@ def _check(config: TrainConfig) -> None:
             raise ValueError(f"train: {_flag(name)} is {' '.join(map(str, values)) or 'empty'}; name at least one, each once.")
     if any(seed < 0 for seed in config.seed):
         raise ValueError(f"train: --seed is {' '.join(map(str, config.seed))}; seeds must not be negative.")
+    if (config.kind() in _VIDEO) != (config.task == "video"):
+        raise ValueError(
+            f"train: --task {config.task} does not go with --data {config.data}. Video has moving-items, frames:PATH and "
+            "clips:PATH, all of them with --task video; every other data set is for --task classify."
+        )
     if config.test_only and config.resume is None:
         raise ValueError("train: --test-only tests the checkpoints of a run; name it: --resume RUN.")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import byteback
 from byteback.recipes import Recipe
-from byteback.train import checkpoint, data, networks
+from byteback.train import checkpoint, data, layout, networks
 from byteback.train.loop import test
 
 if sys.version_info >= (3, 11):
@@ -68,6 +68,8 @@ def evaluate(
         image_size=contents["image_size"],
         workers=workers,
         download=download,
+        frames=contents.get("frames", 0),
+        frame_stride=asked.get("frame_stride", 1),
     )
     if images.classes != contents["classes"] or images.image_size != contents["image_size"]:
         raise ValueError(
@@ -77,9 +79,8 @@ def evaluate(
             "trained on."
         )
     channels = contents["channels"]
-    model = networks.build(asked["model"], images.image_size, images.classes, channels)
-    layout = torch.channels_last if asked.get("channels_last", True) else torch.contiguous_format
-    model = model.to(memory_format=layout)  # type: ignore[call-overload]
+    last = asked.get("channels_last", True)
+    model = layout.lay_out(networks.build(asked["model"], images.image_size, images.classes, channels, images.frames), last)
     if contents["recipe"]:
         byteback.prepare(model, Recipe.from_dict(contents["recipe"]))
     model.load_state_dict(contents["model"])
@@ -87,6 +88,6 @@ def evaluate(
         byteback.restore(model)
 
     def as_asked(x: Tensor) -> Tensor:
-        return x.expand(-1, channels, -1, -1).contiguous(memory_format=layout)
+        return layout.as_asked(x, channels, last)
 
-    return test(model, images.test, as_asked)
+    return test(model, images.test, as_asked, frames=images.frames)

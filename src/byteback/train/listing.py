@@ -12,7 +12,7 @@ from rich.console import Console
 from byteback import models, tables
 from byteback.models import SMALL_IMAGE
 from byteback.recipes import recipe_classes
-from byteback.train import networks
+from byteback.train import networks, video_networks
 from byteback.train.variants import FLOAT
 
 
@@ -65,6 +65,8 @@ def model_names(config: ModelsConfig, console: Console) -> None:
     console.print(tables.build("For small images", ["name", "pixels", "parameters"], rows, left=2))
     console.print("\n[bold]torchvision[/], at the sizes that they take (the names above stand for the small variants at 32x32)")
     console.print(", ".join(networks.torchvision_names()), highlight=False)
+    console.print("\n[bold]for --task video[/], besides tsn:NAME, which averages NAME's logits over the frames of a clip")
+    console.print(", ".join(video_networks.names()), highlight=False)
     package = networks.timm()
     if package is None:
         console.print("\n[bold]timm:NAME[/] any network of timm, once it is installed: pip install timm")

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import byteback
 from byteback.ops import native
-from byteback.train import checkpoint, config_file, files, histograms, networks, schedule, watch
+from byteback.train import checkpoint, config_file, files, histograms, layout, networks, schedule, watch
 from byteback.train.board import Board
 from byteback.train.checkpoint import BEST, LAST, Progress
 from byteback.train.config import TrainConfig
@@ -31,7 +31,7 @@ from byteback.train.interrupt import Stop, Stopped
 from byteback.train.variants import Variant
 
 METRICS, HISTOGRAMS = "metrics.jsonl", "histograms.jsonl"
-_TEST_BATCH = 250
+_TEST_BATCH, _TEST_CLIPS = 250, 16
 
 
 class Diverged(Exception):
@@ -131,7 +131,7 @@ class Run:
             self._count(loss.item(), int((logits.detach().argmax(1) == labels).sum()), len(labels))
 
         start = time.perf_counter()
-        accuracy, test_loss = test(self.model, self.data.test, self._as_asked, self.stop)
+        accuracy, test_loss = test(self.model, self.data.test, self._as_asked, self.stop, self.data.frames)
         self._close_epoch(accuracy, test_loss, time.perf_counter() - start)
 
     # ---- within an epoch ----
@@ -154,10 +154,7 @@ class Run:
 
     def _as_asked(self, images: Tensor) -> Tensor:
         """With the channels and in the memory format that the network is trained in."""
-        if images.shape[1] != self.channels:
-            images = images.expand(-1, self.channels, -1, -1)
-        layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
-        return images.contiguous(memory_format=layout)
+        return layout.as_asked(images, self.channels, self.config.channels_last)
 
     def _lr(self, step: int) -> float:
         config = self.config
@@ -254,7 +251,7 @@ class Run:
             "recipe_data": recipe.to_dict() if recipe else None,
             **{"seed": self.member.seed, "model": config.model, "data": config.data, "classes": self.data.classes},
             **{"train_images": len(self.data.train), "test_images": len(self.data.test)},
-            **{"image_size": self.data.image_size, "channels": self.channels},
+            **{"image_size": self.data.image_size, "channels": self.channels, "frames": self.data.frames},
             **{"steps_per_epoch": self.steps, "epochs": self.epochs, "batch_size": self.batch_size},
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             **{"threads": torch.get_num_threads(), "path": native.current()},
@@ -281,6 +278,7 @@ class Run:
             "config": config_file.to_text(self.config),
             **{"variant": member.variant.name, "recipe": recipe.to_dict() if recipe else None, "seed": member.seed},
             **{"classes": self.data.classes, "image_size": self.data.image_size, "channels": self.channels},
+            "frames": self.data.frames,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
@@ -313,18 +311,18 @@ class Run:
 def build(config: TrainConfig, variant: Variant, data: Data, channels: int) -> nn.Module:
     """The network of a member, ready to train."""
     assert config.model
-    model = networks.build(config.model, data.image_size, data.classes, channels)
-    if config.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = networks.build(config.model, data.image_size, data.classes, channels, data.frames)
+    model = layout.lay_out(model, config.channels_last)
     return byteback.prepare(model, variant.recipe) if variant.recipe else model
 
 
 @torch.no_grad()
-def test(model: nn.Module, source: Source, as_asked: Any, stop: Stop | None = None) -> tuple[float, float]:
-    """(accuracy, loss) on the images of a split."""
+def test(model: nn.Module, source: Source, as_asked: Any, stop: Stop | None = None, frames: int = 0) -> tuple[float, float]:
+    """(accuracy, loss) on the images or clips of a split."""
+    size = _TEST_CLIPS if frames else _TEST_BATCH
     model.eval()
     correct, loss = 0, 0.0
-    for images, labels in source.batches(torch.arange(len(source)).split(_TEST_BATCH), 0, 0):
+    for images, labels in source.batches(torch.arange(len(source)).split(size), 0, 0):
         logits = model(as_asked(images))
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         correct += int((logits.argmax(1) == labels).sum())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks by name for a data set: ours for small images, torchvision's, and timm's as timm:NAME."""
+"""Networks by name for a data set: ours for small images, torchvision's, and timm's as timm:NAME. Video: video_networks.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from byteback import models
 from byteback.models import SMALL_IMAGE
 from byteback.torchvision_compat import load
+from byteback.train import video_networks
 from byteback.train.near import unknown
 
 TIMM = "timm:"
@@ -18,11 +19,14 @@ TIMM = "timm:"
 
 def channels_for(name: str, channels: int) -> int:
     """How many channels the network gets from images of `channels`: torchvision's networks take 3, so grey is repeated."""
-    return channels if name.startswith(TIMM) or name in models.names(SMALL_IMAGE - 1) else 3
+    name = name.removeprefix(video_networks.TSN)
+    return channels if name.startswith(TIMM) or name in (*models.names(SMALL_IMAGE - 1), video_networks.SMALL) else 3
 
 
-def build(name: str, image_size: int, classes: int, channels: int) -> nn.Module:
-    """The untrained network."""
+def build(name: str, image_size: int, classes: int, channels: int, frames: int = 0) -> nn.Module:
+    """The untrained network, for clips where there are frames."""
+    if frames:
+        return video_networks.build(name, classes, channels, lambda image: build(image, image_size, classes, channels))
     if name.startswith(TIMM):
         return _timm(name.removeprefix(TIMM), classes, channels)
     if image_size == SMALL_IMAGE and name not in models.names(SMALL_IMAGE):
@@ -39,23 +43,24 @@ def torchvision_names() -> list[str]:
     return known
 
 
-def check(name: str, image_size: int, classes: int, channels: int) -> int:
-    """Builds the network once and lets it see two images, so that a mistake shows before the first run; its parameters."""
+def check(name: str, image_size: int, classes: int, channels: int, frames: int = 0) -> int:
+    """Builds the network once and lets it see two inputs, so that a mistake shows before the first run; its parameters."""
     state = torch.get_rng_state()
-    model = build(name, image_size, classes, channels).eval()
+    model = build(name, image_size, classes, channels, frames).eval()
+    shape = (channels, frames, image_size, image_size) if frames else (channels, image_size, image_size)
     torch.set_rng_state(state)
     try:
         with torch.no_grad():
-            output = model(torch.zeros(2, channels, image_size, image_size))
+            output = model(torch.zeros(2, *shape))
     except RuntimeError as error:
         raise ValueError(
-            f"train: {name} cannot take images of {channels} x {image_size} x {image_size}: {error}. Choose another "
-            "network, or larger images with --image-size."
+            f"train: {name} cannot take {'clips' if frames else 'images'} of {' x '.join(map(str, shape))}: {error}. Choose "
+            f"another network, or larger images with --image-size{' or more --frames' if frames else ''}."
         ) from error
     if not isinstance(output, Tensor) or output.shape != (2, classes):
         got = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
         raise ValueError(
-            f"train: {name} gives {got} for two images, not logits (2, {classes}). Choose a network that classifies."
+            f"train: {name} gives {got} for two inputs, not logits (2, {classes}). Choose a network that classifies."
         )
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -38,7 +38,7 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
     if config.threads:
         torch.set_num_threads(config.threads)
     config = dataclasses.replace(config.complete(), threads=torch.get_num_threads())
-    assert config.model and config.image_size and config.epochs
+    assert config.model and config.image_size and config.epochs and config.frames
     native.current()  # an unknown BYTEBACK_PATH should fail now
     images = data.load(
         *(config.data, config.data_path),
@@ -46,9 +46,12 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
         augment=config.augment,
         download=config.download,
         workers=config.workers,
+        frames=config.frames,
+        frame_stride=config.frame_stride,
     )
     channels = networks.channels_for(config.model, images.channels)
-    parameters = networks.check(config.model, images.image_size, images.classes, channels)
+    parameters = networks.check(config.model, images.image_size, images.classes, channels, images.frames)
+    what = f"clips of {images.frames} frames of" if images.frames else "images of"
     folder = _folder(config)
     files.make_folder(folder)
     with files.locked(folder):
@@ -62,7 +65,7 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
             return _test(members, config, console)
         files.replace(folder / config_file.NAME, config_file.to_text(config).encode())
         console.print(
-            f"[bold]{config.model}[/] ({parameters:,} parameters) on [bold]{config.data}[/]: {len(images.train):,} images of "
+            f"[bold]{config.model}[/] ({parameters:,} parameters) on [bold]{config.data}[/]: {len(images.train):,} {what} "
             f"{images.image_size}x{images.image_size} pixels, {len(images.test):,} for the test; {config.epochs} epochs, "
             "batch size "
             f"{config.batch_size}, {len(config.recipe)} recipes x {len(config.seed)} seeds, {config.threads} threads, path "

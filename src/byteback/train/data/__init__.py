@@ -2,7 +2,7 @@
 """The images: `load` brings a data set by its name.
 
 `source.py` says what the loop asks of a data set, `draws.py` makes random numbers that belong to an image; `embedded.py`,
-`downloaded.py` and `folder.py` are the three kinds.
+`downloaded.py` and `folder.py` are the three kinds of images, `moving_items.py` and `clips.py` those of video.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from byteback.train.data.clips import clips
 from byteback.train.data.downloaded import downloaded, found
 from byteback.train.data.embedded import digits
 from byteback.train.data.folder import folder
+from byteback.train.data.moving_items import moving_items
 from byteback.train.data.source import Batch, Data, Source
 from byteback.train.near import unknown
 
@@ -35,13 +37,20 @@ def load(
     augment: bool = True,
     download: bool = True,
     workers: int = 0,
+    frames: int = 16,
+    frame_stride: int = 1,
 ) -> Data:
     """The data set `name`."""
     kind, colon, path = name.partition(":")
     if kind == "folder" and path:
         return folder(Path(path), image_size, augment, workers)
+    if kind in ("frames", "clips") and path:
+        return clips(kind, Path(path), frames, frame_stride, image_size, augment, workers)
+    if name == "moving-items":
+        return moving_items(root(data_path), frames, image_size, augment, download)
     if name not in NAMES:
-        raise unknown("train", "data set", name, [*NAMES, "folder:PATH"])
+        known = [*NAMES, "folder:PATH", "moving-items", "frames:PATH", "clips:PATH"]
+        raise unknown("train", "data set", name, known)
     if name == "digits":
         return digits()
     return downloaded(name, root(data_path), augment, download)

@@ -87,8 +87,9 @@ def _collated(items: list[Any]) -> Batch | Unreadable:
     broken = next((item for item in items if isinstance(item, Unreadable)), None)
     if broken is not None:
         return broken
-    images = torch.stack([image for image, _ in items]).contiguous(memory_format=torch.channels_last)
-    return images, torch.tensor([label for _, label in items])
+    images = torch.stack([image for image, _ in items])
+    layout = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
+    return images.contiguous(memory_format=layout), torch.tensor([label for _, label in items])
 
 
 def _leave_signals_to_the_parent(_: int) -> None:

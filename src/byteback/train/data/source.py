@@ -17,7 +17,7 @@ from torch import Tensor
 
 from byteback.train.data import draws
 
-Batch = tuple[Tensor, Tensor]  # images (N, C, H, W) float32 in the memory format channels_last, labels (N) int64
+Batch = tuple[Tensor, Tensor]  # images (N, C, H, W) or clips (N, C, T, H, W) float32, best channels last; labels (N) int64
 
 
 class Source(Protocol):
@@ -44,6 +44,8 @@ class Data:
     channels: int
     train: Source
     test: Source
+    frames: int = 0
+    """Of a clip; 0 for images."""
 
     def close(self) -> None:
         """Ends what reads it."""

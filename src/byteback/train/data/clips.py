@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""frames:PATH and clips:PATH as sources: clips of some frames, read by worker processes, augmented as a whole.
+
+Which frames a clip takes and how they are cropped and mirrored is a function of (seed, epoch, index), as it is for images.
+`clip_files.py` finds and reads the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from byteback.torchvision_compat import load
+from byteback.train.data import clip_files, draws
+from byteback.train.data.clip_files import VIDEOS, Clip
+from byteback.train.data.folder import FromFolder, Unreadable
+from byteback.train.data.source import Data
+
+_MEAN, _STD = [0.43216, 0.394666, 0.37645], [0.22803, 0.22145, 0.216989]  # Kinetics', as torchvision's video networks use
+
+
+class _Clips(Dataset[Any]):
+    """The clips of one split by (seed, epoch, index)."""
+
+    def __init__(self, clips: Sequence[Clip], frames: int, stride: int, transform: Any, anywhere: bool) -> None:
+        self.clips, self.frames, self.stride, self.transform, self.anywhere = clips, frames, stride, transform, anywhere
+
+    def __len__(self) -> int:
+        return len(self.clips)
+
+    def __getitem__(self, key: tuple[int, int, int]) -> tuple[Tensor, int] | Unreadable:
+        seed, epoch, index = key
+        clip, random = self.clips[index], draws.bits(seed, epoch, index, 2)[0]
+        try:
+            pixels = clip_files.read(clip.path, self.frames, self.stride, random[1] if self.anywhere else None)
+        except ValueError as error:
+            return Unreadable(str(error))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(random[0] >> 1))
+            frames = self.transform(torch.from_numpy(pixels).permute(0, 3, 1, 2))  # one choice for all frames
+        return frames.transpose(0, 1), clip.label
+
+
+class FromClips(FromFolder):
+    """A split on disk."""
+
+    def __init__(self, dataset: _Clips, workers: int) -> None:
+        self.dataset, self.workers = dataset, workers  # type: ignore[assignment]
+
+
+def clips(kind: str, path: Path, frames: int, stride: int, image_size: int, augment: bool, workers: int) -> Data:
+    """The data set in `path`."""
+    load()
+    from torchvision.transforms import v2
+
+    found = clip_files.find(kind, path)
+    if any(clip.path.suffix.lower() in VIDEOS for clip in (*found.train, *found.test) if kind == "clips"):
+        clip_files.av()  # that it is missing should show now, and not in a worker
+    end = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)]
+    plain = [v2.Resize(round(image_size * 128 / 112), antialias=True), v2.CenterCrop(image_size), *end]
+    scale = v2.RandomResizedCrop(image_size, scale=(0.4, 1.0), antialias=True)
+    random = [scale, v2.RandomHorizontalFlip(), *end]
+    train = _Clips(found.train, frames, stride, v2.Compose(random if augment else plain), anywhere=augment)
+    test = _Clips(found.test, frames, stride, v2.Compose(plain), anywhere=False)
+    splits = FromClips(train, workers), FromClips(test, workers)
+    return Data(f"{kind}:{path}", len(found.classes), image_size, 3, *splits, frames=frames)
