@@ -21,7 +21,11 @@ _DEFAULTS: dict[str, tuple[str, int, int, int]] = {
     "cifar100": ("resnet20", 15, 128, 32),
     "fashion-mnist": ("resnet20", 10, 128, 32),
     "folder": ("resnet18", 30, 64, 224),
+    "voc": ("retinanet_resnet50_fpn", 24, 4, 320),
+    "coco": ("retinanet_resnet50_fpn", 24, 4, 320),
 }
+# What a task brings along: learning rate, epochs of warm-up.
+_SCHEDULES: dict[str, tuple[float, float]] = {"classify": (0.1, 0.0), "detect": (0.01, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,21 @@ class TrainConfig:
     Without any flag: a small ResNet on handwritten digits, in about a minute.
     """
 
+    task: Literal["classify", "detect"] = "classify"
+    """What to learn: the class of an image, or boxes around objects (`--data voc:PATH` or `coco:PATH`)."""
     model: str | None = None
     """A network by name (`byteback models` lists them). Default: resnet8 for digits, resnet18 for folders, else resnet20."""
     data: str = "digits"
-    """digits, cifar10, cifar100, fashion-mnist, or folder:PATH with PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE."""
+    """digits, cifar10, cifar100, fashion-mnist, or folder:PATH with PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE.
+    For detection voc:PATH or coco:PATH."""
     data_path: str | None = None
     """Where the data sets lie. Default: $BYTEBACK_DATA, else ./data."""
+    backbone: Literal["resnet18", "resnet50", "mobilenet_v3_large"] | None = None
+    """Of a detector. Default: the one in its name."""
+    backbone_checkpoint: str | None = None
+    """Weights of a classifier to begin a detector's backbone with; its norms are then frozen. Default: from nothing."""
+    keep_float: tuple[str, ...] = ()
+    """Wildcards of layers that stay float. Default: a detector's predictors; "none" for none."""
     recipe: tuple[str, ...] = (FLOAT, "unified-int8", "distribution-adaptive-int8")
     """What to compare, in this order (`byteback recipes` lists them). Fields change by NAME:field=value,field=value."""
     seed: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--seeds"])] = (0,)
@@ -45,8 +58,8 @@ class TrainConfig:
     """Passes over the training images. Default: 12 for digits, 10 for fashion-mnist, 15 for cifar, 30 for folders."""
     batch_size: int | None = None
     """Images per step. Default: 64 for digits and folders, else 128."""
-    lr: float = 0.1
-    """Learning rate of SGD at the start of the schedule."""
+    lr: float | None = None
+    """Learning rate of SGD at the start of the schedule. Default: 0.1, for detection 0.01."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: float = 1e-4
@@ -57,14 +70,15 @@ class TrainConfig:
     """Epochs between two steps of the schedule "step"."""
     lr_gamma: float = 0.1
     """What such a step multiplies the learning rate with."""
-    warmup_epochs: float = 0.0
-    """Epochs in which the learning rate first grows from zero; parts of one are fine."""
+    warmup_epochs: float | None = None
+    """Epochs in which the learning rate first grows from zero; parts of one are fine. Default: 0, for detection 1."""
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes."""
     augment: bool = True
-    """Customary augmentation: padded crops and flips for small images, resized crops and flips for folders, none for digits."""
+    """Customary augmentation: padded crops and flips for small images, resized crops and flips for folders, zoom and flips
+    for detection, none for digits."""
     image_size: int | None = None
-    """Pixels per side of the images of a folder. Default: 224."""
+    """Pixels per side of the images of a folder; of the shorter side for detection. Default: 224, for detection 320."""
     download: bool = True
     """Download a data set that is not there."""
     workers: int = 2
@@ -111,12 +125,15 @@ class TrainConfig:
         'resnet20'
         """
         model, epochs, batch_size, image_size = _DEFAULTS.get(self.kind(), _DEFAULTS["folder"])
+        lr, warmup_epochs = _SCHEDULES[self.task]
         return dataclasses.replace(
             self,
             model=self.model or model,
             epochs=self.epochs or epochs,
             batch_size=self.batch_size or batch_size,
             image_size=self.image_size or image_size,
+            lr=self.lr or lr,
+            warmup_epochs=warmup_epochs if self.warmup_epochs is None else self.warmup_epochs,
         )
 
 
@@ -129,9 +146,9 @@ def _check(config: TrainConfig) -> None:
             why = " (BatchNorm needs two images)" if name == "batch_size" else ""
             raise ValueError(f"train: {_flag(name)} is {value}; it must be at least {least}{why}.")
     for name in ("momentum", "weight_decay", "warmup_epochs", "workers", "histogram_every", "checkpoint_seconds"):
-        if getattr(config, name) < 0:
+        if (getattr(config, name) or 0) < 0:
             raise ValueError(f"train: {_flag(name)} is {getattr(config, name)}; it must not be negative.")
-    if not config.lr > 0.0:
+    if config.lr is not None and not config.lr > 0.0:
         raise ValueError(f"train: --lr is {config.lr}; it must be positive.")
     if not 0.0 <= config.label_smoothing < 1.0:
         raise ValueError(f"train: --label-smoothing is {config.label_smoothing}; it must lie in [0, 1).")
@@ -141,6 +158,8 @@ def _check(config: TrainConfig) -> None:
             raise ValueError(f"train: {_flag(name)} is {' '.join(map(str, values)) or 'empty'}; name at least one, each once.")
     if any(seed < 0 for seed in config.seed):
         raise ValueError(f"train: --seed is {' '.join(map(str, config.seed))}; seeds must not be negative.")
+    if config.task != "detect" and (config.backbone or config.backbone_checkpoint):
+        raise ValueError("train: --backbone and --backbone-checkpoint are for detectors; add --task detect, or leave them out.")
     if config.test_only and config.resume is None:
         raise ValueError("train: --test-only tests the checkpoints of a run; name it: --resume RUN.")
 
