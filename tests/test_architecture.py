@@ -4,7 +4,8 @@
     cli → train, bench → fuse, bind, convert, lr_scaling, report, memory, export → nn → recipes → quantize → ops
 
 `tables`, `models`, `torchvision_compat` and `detection_ops` are leaves: every floor may use them, they use none (models may
-use torchvision_compat, and that detection_ops). Every import statement of src/byteback is read with ast; an offence is named as file:line.
+use torchvision_compat, and that detection_ops). Every import statement of src/byteback is read with ast; an offence is named
+as file:line.
 """
 
 from __future__ import annotations

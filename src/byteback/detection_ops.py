@@ -54,7 +54,7 @@ def roi_align(
         )
     if not _is_native(input, rois) or input.numel() == 0:
         return _plain_roi_align(input, rois, spatial_scale, height, width, sampling_ratio, aligned)
-    if len(rois) and not (0 <= rois[:, 0].min() and rois[:, 0].max() < len(input)):
+    if len(rois) and not (rois[:, 0].min() >= 0 and rois[:, 0].max() < len(input)):
         raise ValueError(
             f"torchvision::roi_align: the boxes name images {int(rois[:, 0].min())} to {int(rois[:, 0].max())}, but the map "
             f"holds {len(input)}. The first number of a box is the index of its image."

@@ -44,8 +44,8 @@ class TrainConfig:
     For detection voc:PATH or coco:PATH."""
     data_path: str | None = None
     """Where the data sets lie. Default: $BYTEBACK_DATA, else ./data."""
-    backbone: Literal["resnet18", "resnet50", "mobilenet_v3_large"] | None = None
-    """Of a detector. Default: the one in its name."""
+    backbone: str | None = None
+    """Of a detector: resnet18, resnet50 or mobilenet_v3_large. Default: the one in its name."""
     backbone_checkpoint: str | None = None
     """Weights of a classifier to begin a detector's backbone with; its norms are then frozen. Default: from nothing."""
     keep_float: tuple[str, ...] = ()

@@ -73,9 +73,7 @@ class Run:
         torch.manual_seed(member.seed)
         self.model = self._build()
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.SGD(
-            trained, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-        )
+        self.optimizer = torch.optim.SGD(trained, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
         self.scaling = byteback.scale_learning_rates(self.optimizer, self.model) if member.variant.recipe else None
         self.progress = Progress()
         self.saved_at = time.monotonic()

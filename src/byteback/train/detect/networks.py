@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchvision's detectors by name, with a choice of backbone, untrained or on top of a backbone's checkpoint.
 
-From nothing, the backbone's BatchNorm is trained with the rest. With --backbone-checkpoint it is frozen (FrozenBatchNorm2d), and
-only the backbone's last three stages are trained, as torchvision does for its own weights.
+From nothing, the backbone's BatchNorm is trained with the rest. With --backbone-checkpoint it is frozen (FrozenBatchNorm2d),
+and only the backbone's last three stages are trained, as torchvision does for its own weights.
 
 What stays float by default (--keep-float): the convolutions that give class scores and boxes. They have few channels, so they
 cost little, and their gradient is that of the loss itself: a few large values at the objects among very many tiny ones.
@@ -70,7 +70,7 @@ def build(
         kind = detection.RetinaNet if model == "retinanet_resnet50_fpn" else detection.FCOS
     if checkpoint:
         _load_backbone(body.body, backbone, Path(checkpoint))
-    return kind(body, classes, min_size=image_size, max_size=longest)  # type: ignore[no-any-return]
+    return kind(body, classes, min_size=image_size, max_size=longest)
 
 
 def _pyramid(detection: Any, backbone: str, stages: list[int], frozen: bool, extra: Any) -> Any:
@@ -98,7 +98,7 @@ def _ssd(detection: Any, backbone: str, classes: int, image_size: int, checkpoin
         raise ValueError(f"train: {_SSD} has its own kind of MobileNet, so {what} does not fit it. Leave it out.")
     model: Any = detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=classes)
     model.transform.fixed_size = (image_size, image_size)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _load_backbone(body: nn.Module, name: str, path: Path) -> None:

@@ -81,9 +81,10 @@ def _picture(root: Path, name: str, tree: ElementTree.Element, checks: Checks) -
     file = root / "Annotations" / f"{name}.xml"
     image = existing(root / "JPEGImages" / (tree.findtext("filename", "").strip() or f"{name}.jpg"), str(file))
     try:
-        picture = Picture(image, *(int(tree.findtext(f"size/{side}", "")) for side in ("width", "height")))
+        width, height = (int(tree.findtext(f"size/{side}", "")) for side in ("width", "height"))
     except ValueError as error:
         raise ValueError(f"{file}: it has no <size> with whole <width> and <height>. Repair it.") from error
+    picture = Picture(image, width, height)
     for number, entry in enumerate(tree.iter("object"), 1):
         label = entry.findtext("name", "").strip()
         where = f"{file}, object {number} ({label})"
