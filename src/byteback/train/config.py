@@ -24,8 +24,8 @@ _DEFAULTS: dict[str, tuple[str, int, int, int]] = {
     "voc": ("retinanet_resnet50_fpn", 24, 4, 320),
     "coco": ("retinanet_resnet50_fpn", 24, 4, 320),
 }
-# What a task brings along: learning rate, epochs of warm-up.
-_SCHEDULES: dict[str, tuple[float, float]] = {"classify": (0.1, 0.0), "detect": (0.01, 1.0)}
+# What a task brings along: learning rate, epochs of warm-up, bound of the gradient's norm.
+_SCHEDULES: dict[str, tuple[float, float, float]] = {"classify": (0.1, 0.0, 0.0), "detect": (0.02, 1.0, 2.0)}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TrainConfig:
     batch_size: int | None = None
     """Images per step. Default: 64 for digits and folders, else 128."""
     lr: float | None = None
-    """Learning rate of SGD at the start of the schedule. Default: 0.1, for detection 0.01."""
+    """Learning rate of SGD at the start of the schedule. Default: 0.1, for detection 0.02."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: float = 1e-4
@@ -72,6 +72,8 @@ class TrainConfig:
     """What such a step multiplies the learning rate with."""
     warmup_epochs: float | None = None
     """Epochs in which the learning rate first grows from zero; parts of one are fine. Default: 0, for detection 1."""
+    clip_grad_norm: float | None = None
+    """Longer gradients of a step, all parameters together, are shortened to this; 0: never. Default: 0, for detection 2."""
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes."""
     augment: bool = True
@@ -125,7 +127,7 @@ class TrainConfig:
         'resnet20'
         """
         model, epochs, batch_size, image_size = _DEFAULTS.get(self.kind(), _DEFAULTS["folder"])
-        lr, warmup_epochs = _SCHEDULES[self.task]
+        lr, warmup_epochs, clip_grad_norm = _SCHEDULES[self.task]
         return dataclasses.replace(
             self,
             model=self.model or model,
@@ -134,6 +136,7 @@ class TrainConfig:
             image_size=self.image_size or image_size,
             lr=self.lr or lr,
             warmup_epochs=warmup_epochs if self.warmup_epochs is None else self.warmup_epochs,
+            clip_grad_norm=clip_grad_norm if self.clip_grad_norm is None else self.clip_grad_norm,
         )
 
 
@@ -145,7 +148,15 @@ def _check(config: TrainConfig) -> None:
         if value is not None and value < least:
             why = " (BatchNorm needs two images)" if name == "batch_size" else ""
             raise ValueError(f"train: {_flag(name)} is {value}; it must be at least {least}{why}.")
-    for name in ("momentum", "weight_decay", "warmup_epochs", "workers", "histogram_every", "checkpoint_seconds"):
+    for name in (
+        "momentum",
+        "weight_decay",
+        "warmup_epochs",
+        "clip_grad_norm",
+        "workers",
+        "histogram_every",
+        "checkpoint_seconds",
+    ):
         if (getattr(config, name) or 0) < 0:
             raise ValueError(f"train: {_flag(name)} is {getattr(config, name)}; it must not be negative.")
     if config.lr is not None and not config.lr > 0.0:

@@ -125,6 +125,8 @@ class Run:
                 raise Diverged(f"the loss became {loss.item()} in step {now.step} of epoch {now.epoch}")
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
+            if self.config.clip_grad_norm:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
             self.optimizer.step()
             self._count(loss.item(), correct, len(labels))
 
