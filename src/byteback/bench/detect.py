@@ -27,7 +27,7 @@ from byteback.train.detect import networks, source
 from byteback.train.detect.run import total
 from byteback.train.variants import FLOAT, parse
 
-_WARM, _BATCHES = 2, 4
+_WARM, _BATCHES = 1, 4
 _PROPOSALS = 512  # for each image: what torchvision's Faster R-CNN trains its box head on
 
 
