@@ -121,3 +121,10 @@ def test_the_peak_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.
     report = byteback.memory(Squares(), torch.ones(8))
     assert report.peak is None
     assert "unknown" in str(report)
+
+
+def test_an_activation_that_a_pool_saves_counts_as_what_it_is_made_of() -> None:
+    """Between fused blocks travels a tensor without storage, which max_pool2d saves."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3))
+    report = byteback.memory(byteback.prepare(model, "plain-int8"), torch.rand(2, 3, 12, 12))
+    assert report.saved >= 2 * 8 * 10 * 10  # at least a byte for each value that the pool reads

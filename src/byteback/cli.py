@@ -8,6 +8,7 @@ byteback recipes, models  what there is to choose from
 byteback bench step       a network's whole training step against PyTorch FP32, with its parts and its memory
 byteback bench growth     the same ratio over batch and image sizes
 byteback bench inference  the forward pass in eval mode against PyTorch FP32
+byteback bench detect     a detector's training step, whole and the network's part of it
 byteback bench kernels    the three products of a network's layers against PyTorch FP32
 byteback verify           every native path against the reference on this machine
 byteback doctor           what this machine and this build can run, and why
@@ -30,7 +31,7 @@ def main() -> None:
         from rich.console import Console
 
         from byteback import __version__
-        from byteback.bench import doctor, growth, inference, kernels, step, verify
+        from byteback.bench import detect, doctor, growth, inference, kernels, step, verify
         from byteback.report_page import command as report
         from byteback.train import config_file, evaluate, listing, side_by_side
         from byteback.train.config import TrainConfig
@@ -53,6 +54,7 @@ def main() -> None:
         "bench step": (step.StepConfig, step.run),
         "bench growth": (growth.GrowthConfig, growth.run),
         "bench inference": (inference.InferenceConfig, inference.run),
+        "bench detect": (detect.DetectConfig, detect.run),
         "verify": (verify.VerifyConfig, verify.run),
         "doctor": (doctor.DoctorConfig, doctor.run),
     }

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from byteback import tables
+from byteback.nn.activation import Activation
 from byteback.ops import pool
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -133,9 +134,10 @@ def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, 
     held = []  # a storage that is freed and reused within the pass would be taken for one
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        held.append(storage)
-        found[storage.data_ptr()] = (str(tensor.dtype).removeprefix("torch."), storage.nbytes())
+        for part in _stored(tensor):
+            storage = part.untyped_storage()
+            held.append(storage)
+            found[storage.data_ptr()] = (str(part.dtype).removeprefix("torch."), storage.nbytes())
         return tensor
 
     with torch.enable_grad():
@@ -150,6 +152,15 @@ def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, 
             )
         torch.autograd.backward(outputs, [torch.full_like(t, 1.0 / t.numel()) for t in outputs])
     return pooled
+
+
+def _stored(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold a tensor's numbers: of an activation between blocks those that it can be made of."""
+    if not isinstance(tensor, Activation):
+        return [tensor]
+    source = tensor.source
+    made = [source.x, source.output, *(values.values for _, values, _ in source.quantized)] if source is not None else []
+    return [part for part in (tensor.written, *made) if isinstance(part, Tensor)]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -27,6 +27,14 @@ _DEFAULTS: dict[str, tuple[str, int, int, int]] = {
     "cifar100": ("resnet20", 15, 128, 32),
     "fashion-mnist": ("resnet20", 10, 128, 32),
     "folder": ("resnet18", 30, 64, 224),
+    "voc": ("retinanet_resnet50_fpn", 24, 4, 320),
+    "coco": ("retinanet_resnet50_fpn", 24, 4, 320),
+}
+# What a task brings along: learning rate, epochs of warm-up, bound of the gradient's norm.
+_SCHEDULES: dict[str, tuple[float, float, float]] = {
+    "classify": (0.1, 0.0, 0.0),
+    "video": (0.1, 0.0, 0.0),
+    "detect": (0.02, 1.0, 2.0),
 }
 
 
@@ -37,16 +45,24 @@ class TrainConfig:
     Without any flag: a small ResNet on handwritten digits, in a quarter of a minute.
     """
 
-    task: Literal["classify", "video"] = "classify"
-    """What is learnt: classes of images, or of clips (docs/8-video.md)."""
+    task: Literal["classify", "detect", "video"] = "classify"
+    """What is learnt: the class of an image, boxes around objects (docs/7-detection.md), or the class of a clip
+    (docs/8-video.md)."""
     model: str | None = None
     """A network by name (`byteback models` lists them). Default: resnet8 for digits, resnet18 for folders, else resnet20;
     r3d_8 for moving-items, r3d_18 for other clips."""
     data: str = "digits"
-    """digits, cifar10, cifar100, fashion-mnist, or folder:PATH with PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE. Video:
-    moving-items, frames:PATH with PATH/CLASS/CLIP/FRAME.png, or clips:PATH with PATH/CLASS/CLIP.mp4 or PATH/labels.csv."""
+    """digits, cifar10, cifar100, fashion-mnist, or folder:PATH with PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE.
+    Detection: voc:PATH or coco:PATH. Video: moving-items, frames:PATH with PATH/CLASS/CLIP/FRAME.png, or clips:PATH with
+    PATH/CLASS/CLIP.mp4 or PATH/labels.csv."""
     data_path: str | None = None
     """Where the data sets lie. Default: $BYTEBACK_DATA, else ./data."""
+    backbone: str | None = None
+    """Of a detector: resnet18, resnet50 or mobilenet_v3_large. Default: the one in its name."""
+    backbone_checkpoint: str | None = None
+    """Weights of a classifier to begin a detector's backbone with; its norms are then frozen. Default: from nothing."""
+    keep_float: tuple[str, ...] = ()
+    """Wildcards of layers that stay float. Default: a detector's predictors; "none" for none."""
     recipe: tuple[str, ...] = (FLOAT, "unified-int8", "distribution-adaptive-int8")
     """What to compare, in this order (`byteback recipes` lists them). Fields change by NAME:field=value,field=value."""
     seed: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--seeds"])] = (0,)
@@ -55,8 +71,8 @@ class TrainConfig:
     """Passes over the training images. Default: 12 for digits, 10 for fashion-mnist, 15 for cifar, 30 for folders."""
     batch_size: int | None = None
     """Images per step. Default: 64 for digits and folders, else 128."""
-    lr: float = 0.1
-    """Learning rate of SGD at the start of the schedule."""
+    lr: float | None = None
+    """Learning rate of SGD at the start of the schedule. Default: 0.1, for detection 0.02."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: float = 1e-4
@@ -67,14 +83,18 @@ class TrainConfig:
     """Epochs between two steps of the schedule "step"."""
     lr_gamma: float = 0.1
     """What such a step multiplies the learning rate with."""
-    warmup_epochs: float = 0.0
-    """Epochs in which the learning rate first grows from zero; parts of one are fine."""
+    warmup_epochs: float | None = None
+    """Epochs in which the learning rate first grows from zero; parts of one are fine. Default: 0, for detection 1."""
+    clip_grad_norm: float | None = None
+    """Longer gradients of a step, all parameters together, are shortened to this; 0: never. Default: 0, for detection 2."""
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes."""
     augment: bool = True
-    """Customary augmentation: padded crops and flips for small images, resized crops and flips for folders, none for digits."""
+    """Customary augmentation: padded crops and flips for small images, resized crops and flips for folders, zoom and flips
+    for detection, none for digits."""
     image_size: int | None = None
-    """Pixels per side of the images of a folder. Default: 224; 112 for clips, 32 for moving-items."""
+    """Pixels per side of the images of a folder; of the shorter side for detection. Default: 224; 320 for detection, 112 for
+    clips, 32 for moving-items."""
     frames: int | None = None
     """Frames of a clip. Default: 8 for moving-items, else 16."""
     frame_stride: int = 1
@@ -125,6 +145,7 @@ class TrainConfig:
         'resnet20'
         """
         model, epochs, batch_size, image_size = _DEFAULTS.get(self.kind(), _DEFAULTS["folder"])
+        lr, warmup_epochs, clip_grad_norm = _SCHEDULES[self.task]
         return dataclasses.replace(
             self,
             model=self.model or model,
@@ -132,6 +153,9 @@ class TrainConfig:
             batch_size=self.batch_size or batch_size,
             image_size=self.image_size or image_size,
             frames=self.frames or (8 if self.kind() == "moving-items" else 16),
+            lr=self.lr or lr,
+            warmup_epochs=warmup_epochs if self.warmup_epochs is None else self.warmup_epochs,
+            clip_grad_norm=clip_grad_norm if self.clip_grad_norm is None else self.clip_grad_norm,
         )
 
 
@@ -144,10 +168,18 @@ def _check(config: TrainConfig) -> None:
         if value is not None and value < least:
             why = " (BatchNorm needs two images)" if name == "batch_size" else ""
             raise ValueError(f"train: {_flag(name)} is {value}; it must be at least {least}{why}.")
-    for name in ("momentum", "weight_decay", "warmup_epochs", "workers", "histogram_every", "checkpoint_seconds"):
-        if getattr(config, name) < 0:
+    for name in (
+        "momentum",
+        "weight_decay",
+        "warmup_epochs",
+        "clip_grad_norm",
+        "workers",
+        "histogram_every",
+        "checkpoint_seconds",
+    ):
+        if (getattr(config, name) or 0) < 0:
             raise ValueError(f"train: {_flag(name)} is {getattr(config, name)}; it must not be negative.")
-    if not config.lr > 0.0:
+    if config.lr is not None and not config.lr > 0.0:
         raise ValueError(f"train: --lr is {config.lr}; it must be positive.")
     if not 0.0 <= config.label_smoothing < 1.0:
         raise ValueError(f"train: --label-smoothing is {config.label_smoothing}; it must lie in [0, 1).")
@@ -160,8 +192,11 @@ def _check(config: TrainConfig) -> None:
     if (config.kind() in _VIDEO) != (config.task == "video"):
         raise ValueError(
             f"train: --task {config.task} does not go with --data {config.data}. Video has moving-items, frames:PATH and "
-            "clips:PATH, all of them with --task video; every other data set is for --task classify."
+            "clips:PATH, all of them with --task video; --task detect has voc:PATH and coco:PATH; every other data set is for "
+            "--task classify."
         )
+    if config.task != "detect" and (config.backbone or config.backbone_checkpoint):
+        raise ValueError("train: --backbone and --backbone-checkpoint are for detectors; add --task detect, or leave them out.")
     if config.test_only and config.resume is None:
         raise ValueError("train: --test-only tests the checkpoints of a run; name it: --resume RUN.")
 

@@ -125,8 +125,8 @@ def _typed(path: Path, key: str, hint: Any, value: Any) -> Any:
 def to_text(config: TrainConfig) -> str:
     """The config as TOML; `read` gives it back.
 
-    >>> print(to_text(TrainConfig(lr=0.05, seed=(0, 1))).splitlines()[4])
-    seed = [0, 1]
+    >>> "seed = [0, 1]" in to_text(TrainConfig(lr=0.05, seed=(0, 1))).splitlines()
+    True
     """
     lines = []
     for field in dataclasses.fields(config):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 import byteback
 from byteback.recipes import Recipe
 from byteback.train import checkpoint, data, layout, networks
+from byteback.train.detect import run as detect
 from byteback.train.loop import test
 
 if sys.version_info >= (3, 11):
@@ -49,7 +51,8 @@ def run(config: EvalConfig, console: Console) -> None:
     how = "float32" if config.float32 else contents["variant"]
     done = checkpoint.progress_of(contents)
     console.print(f"{path}: {how}, seed {contents['seed']}, {done.epoch} epochs", highlight=False)
-    console.print(f"accuracy {accuracy:.2%}, loss {loss:.4f}", highlight=False)
+    what = f"mAP {accuracy:.2%}" if math.isnan(loss) else f"accuracy {accuracy:.2%}, loss {loss:.4f}"
+    console.print(what, highlight=False)
 
 
 def evaluate(
@@ -60,9 +63,11 @@ def evaluate(
     workers: int = 2,
     download: bool = True,
 ) -> tuple[float, float]:
-    """(accuracy, loss) of a checkpoint."""
+    """(accuracy, loss) of a checkpoint; (mAP, NaN) of a detector's."""
     contents = checkpoint.load(path)
     asked = tomllib.loads(contents["config"])
+    if asked.get("task") == "detect":
+        return detect.evaluate(contents, asked, data_name or asked["data"], in_float, workers), float("nan")
     images = data.load(
         *(data_name or asked["data"], data_path or asked.get("data_path")),
         image_size=contents["image_size"],
@@ -82,7 +87,7 @@ def evaluate(
     last = asked.get("channels_last", True)
     model = layout.lay_out(networks.build(asked["model"], images.image_size, images.classes, channels, images.frames), last)
     if contents["recipe"]:
-        byteback.prepare(model, Recipe.from_dict(contents["recipe"]))
+        byteback.prepare(model, Recipe.from_dict(contents["recipe"]), keep_float=asked.get("keep_float", ()))
     model.load_state_dict(contents["model"])
     if in_float and contents["recipe"]:
         byteback.restore(model)

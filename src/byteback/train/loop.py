@@ -64,17 +64,16 @@ class Run:
     """A member in training."""
 
     def __init__(self, config: TrainConfig, member: Member, data: Data, listener: Listener, stop: Stop) -> None:
-        assert config.model and config.epochs and config.batch_size  # complete() filled them in
+        assert config.model and config.epochs and config.batch_size and config.lr  # complete() filled them in
         self.config, self.member, self.data, self.listener, self.stop = config, member, data, listener, stop
         self.epochs, self.batch_size, self.model_name = config.epochs, config.batch_size, config.model
         self.steps = draws.steps(len(data.train), config.batch_size)  # of an epoch
         self.channels = networks.channels_for(config.model, data.channels)
 
         torch.manual_seed(member.seed)
-        self.model = build(config, member.variant, data, self.channels)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-        )
+        self.model = self._build()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
         self.scaling = byteback.scale_learning_rates(self.optimizer, self.model) if member.variant.recipe else None
         self.progress = Progress()
         self.saved_at = time.monotonic()
@@ -121,18 +120,39 @@ class Run:
         for images, labels in self._timed(self.data.train, chosen[now.in_epoch :]):
             for group in self.optimizer.param_groups:
                 group["lr"] = self._lr(now.step)
-            logits = self.model(images)
-            loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
+            loss, correct = self._loss(images, labels)
             if not math.isfinite(loss.item()):
                 raise Diverged(f"the loss became {loss.item()} in step {now.step} of epoch {now.epoch}")
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
+            if self.config.clip_grad_norm:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
             self.optimizer.step()
-            self._count(loss.item(), int((logits.detach().argmax(1) == labels).sum()), len(labels))
+            self._count(loss.item(), correct, len(labels))
 
         start = time.perf_counter()
-        accuracy, test_loss = test(self.model, self.data.test, self._as_asked, self.stop, self.data.frames)
-        self._close_epoch(accuracy, test_loss, time.perf_counter() - start)
+        accuracy, test_loss, more = self._test()
+        self._close_epoch(accuracy, test_loss, time.perf_counter() - start, more)
+
+    # ---- what a task may do otherwise ----
+
+    def _build(self) -> nn.Module:
+        """The network, ready to train."""
+        return build(self.config, self.member.variant, self.data, self.channels)
+
+    def _loss(self, images: Any, labels: Any) -> tuple[Tensor, int]:
+        """The loss of a batch, and how many of its images were recognized."""
+        logits = self.model(images)
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
+        return loss, int((logits.detach().argmax(1) == labels).sum())
+
+    def _test(self) -> tuple[float, float, dict[str, Any]]:
+        """The score that decides which epoch is the best, the loss, and what else belongs into the epoch's record."""
+        return *test(self.model, self.data.test, self._as_asked, self.stop, self.data.frames), {}
+
+    def _memory(self, images: Any, labels: Any) -> byteback.MemoryReport:
+        """What a step keeps."""
+        return byteback.memory(self.model, images)
 
     # ---- within an epoch ----
 
@@ -158,7 +178,8 @@ class Run:
 
     def _lr(self, step: int) -> float:
         config = self.config
-        warmup, every = round(config.warmup_epochs * self.steps), config.lr_step_size * self.steps
+        assert config.lr
+        warmup, every = round((config.warmup_epochs or 0.0) * self.steps), config.lr_step_size * self.steps
         total = self.epochs * self.steps
         return config.lr * schedule.factor(config.lr_schedule, step, total, warmup, every, config.lr_gamma)
 
@@ -207,7 +228,7 @@ class Run:
         ):
             self.pictures.write({"epoch": self.progress.epoch, "step": self.progress.step, **record})
 
-    def _close_epoch(self, accuracy: float, test_loss: float, test_seconds: float) -> None:
+    def _close_epoch(self, accuracy: float, test_loss: float, test_seconds: float, more: dict[str, Any]) -> None:
         now = self.progress
         best = accuracy > now.best_accuracy
         now.train_loss, now.test_loss, now.test_accuracy = now.loss / now.images, test_loss, accuracy
@@ -220,7 +241,7 @@ class Run:
             "lr": self._lr(now.step - 1),
             "images_per_second": now.images / max(now.seconds, 1e-9),
             "data_wait": now.wait_seconds / max(now.seconds, 1e-9),
-            **{"seconds": now.seconds, "test_seconds": test_seconds, "skipped": now.skipped},
+            **{"seconds": now.seconds, "test_seconds": test_seconds, "skipped": now.skipped, **more},
         }
         layers = watch.numerics(self.model) if self.member.variant.recipe else None
         self.metrics.write(record)
@@ -243,8 +264,8 @@ class Run:
         """The first record: what trains on what, and what a step of it keeps."""
         config, recipe = self.config, self.member.variant.recipe
         first = draws.batches(self.member.seed, 0, len(self.data.train), self.batch_size)[0]
-        images, _ = next(iter(self.data.train.batches([first], self.member.seed, 0)))
-        kept = byteback.memory(self.model, self._as_asked(images))
+        images, labels = next(iter(self.data.train.batches([first], self.member.seed, 0)))
+        kept = self._memory(self._as_asked(images), labels)
         return {
             "kind": "start",
             "recipe": self.member.variant.name,
@@ -313,7 +334,7 @@ def build(config: TrainConfig, variant: Variant, data: Data, channels: int) -> n
     assert config.model
     model = networks.build(config.model, data.image_size, data.classes, channels, data.frames)
     model = layout.lay_out(model, config.channels_last)
-    return byteback.prepare(model, variant.recipe) if variant.recipe else model
+    return byteback.prepare(model, variant.recipe, keep_float=config.keep_float) if variant.recipe else model
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from byteback.train.loop import METRICS, Member
 from byteback.train.variants import FLOAT
 
 TITLE = "Same seeds, same data order"
+_DETECTION = ("mAP", "AP50", "AP75", "per_class_AP")
 _MEANS = ("accuracy", "best_accuracy", "train_loss", "test_loss", "images_per_second", "data_wait", "saved_bytes", "seconds")
 
 
@@ -56,6 +57,7 @@ def result_of(records: Sequence[dict[str, Any]], recipe: str, seed: int, folder:
         "seconds": sum(e["seconds"] for e in epochs),
         "saved_bytes": start.get("saved_bytes"),
         "state_sha256": end["state_sha256"] if end else None,
+        **{name: last[name] for name in _DETECTION if name in last},
     }
 
 
@@ -75,6 +77,7 @@ def rows(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "diverged": [result["seed"] for result in lost],
         }
         row.update({name: _mean([result[name] for result in own]) for name in _MEANS})
+        row.update({name: _mean([result[name] for result in own]) for name in _DETECTION[:3] if any(name in r for r in own)})
         row["accuracy_spread"] = _spread([result["accuracy"] for result in own])
         paired = [(result, base[result["seed"]]) for result in own if result["seed"] in base and recipe != FLOAT]
         differences = [result["accuracy"] - other["accuracy"] for result, other in paired]
@@ -96,7 +99,7 @@ def _spread(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def comparison(table: Sequence[dict[str, Any]]) -> Any:
+def comparison(table: Sequence[dict[str, Any]], score: str = "accuracy") -> Any:
     """The closing table, for people."""
     lines = []
     for row in table:
@@ -118,5 +121,5 @@ def comparison(table: Sequence[dict[str, Any]]) -> Any:
                 f"{row['saved_bytes'] / 2**20:.1f} MB" + ("" if row["saved_ratio"] is None else f" {row['saved_ratio']:.2f}x"),
             ]
         )
-    columns = ["recipe", "seeds", "accuracy", "points", "train loss", "test loss", "images/s", "speed", "saved"]
+    columns = ["recipe", "seeds", score, "points", "train loss", "test loss", "images/s", "speed", "saved"]
     return tables.build(TITLE, columns, lines)

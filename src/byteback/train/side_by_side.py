@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -21,12 +22,14 @@ import byteback
 from byteback.ops import native
 from byteback.train import checkpoint, config_file, data, files, networks, results
 from byteback.train.config import TrainConfig
+from byteback.train.detect import run as detect
 from byteback.train.display import Display
 from byteback.train.evaluate import evaluate
 from byteback.train.interrupt import Stop, Stopped
 from byteback.train.loop import Member, train
 
 SUMMARY = "summary.json"
+SCORES = {"classify": "accuracy", "video": "accuracy", "detect": "mAP"}  # what a task calls the number that it is judged by
 
 
 def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Console], None] | None = None) -> int:
@@ -40,17 +43,7 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
     config = dataclasses.replace(config.complete(), threads=torch.get_num_threads())
     assert config.model and config.image_size and config.epochs and config.frames
     native.current()  # an unknown BYTEBACK_PATH should fail now
-    images = data.load(
-        *(config.data, config.data_path),
-        image_size=config.image_size,
-        augment=config.augment,
-        download=config.download,
-        workers=config.workers,
-        frames=config.frames,
-        frame_stride=config.frame_stride,
-    )
-    channels = networks.channels_for(config.model, images.channels)
-    parameters = networks.check(config.model, images.image_size, images.classes, channels, images.frames)
+    images, parameters = _load(config)
     what = f"clips of {images.frames} frames of" if images.frames else "images of"
     folder = _folder(config)
     files.make_folder(folder)
@@ -81,6 +74,24 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
         return code
 
 
+def _load(config: TrainConfig) -> tuple[data.Data, int]:
+    """The data, and how many parameters the network has that is to learn them."""
+    assert config.model and config.image_size and config.frames
+    if config.task == "detect":
+        return detect.load(config)
+    images = data.load(
+        *(config.data, config.data_path),
+        image_size=config.image_size,
+        augment=config.augment,
+        download=config.download,
+        workers=config.workers,
+        frames=config.frames,
+        frame_stride=config.frame_stride,
+    )
+    channels = networks.channels_for(config.model, images.channels)
+    return images, networks.check(config.model, images.image_size, images.classes, channels, images.frames)
+
+
 def _train(config: TrainConfig, folder: Path, members: list[Member], images: data.Data, console: Console) -> int:
     assert config.epochs
     with Stop() as stop, Display(console, len(members), config.epochs) as display:
@@ -91,7 +102,8 @@ def _train(config: TrainConfig, folder: Path, members: list[Member], images: dat
                 if results.is_finished(member.folder):
                     display.say(f"{member.variant.name} seed {member.seed} is finished already")
                 else:
-                    train(config, member, images, display, stop)
+                    begin = detect.train if config.task == "detect" else train
+                    begin(config, member, images, display, stop)
                     done = results.member_result(member, folder)
                     if done["state"] == "diverged":
                         display.say(f"{member.variant.name} seed {member.seed} diverged in epoch {done['epochs'] + 1}")
@@ -107,7 +119,7 @@ def _train(config: TrainConfig, folder: Path, members: list[Member], images: dat
             return 130
     table = summarize(config, folder, members, images)["rows"]
     console.print()
-    console.print(results.comparison(table))
+    console.print(results.comparison(table, SCORES[config.task]))
     console.print(f"\nThe run is in {folder}", highlight=False)
     return 0
 
@@ -141,7 +153,7 @@ def summarize(config: TrainConfig, folder: Path, members: list[Member], images: 
     """Writes summary.json: what the members have come to so far."""
     found = [results.member_result(member, folder) for member in members]
     summary = {
-        "format": checkpoint.FORMAT,
+        **{"format": checkpoint.FORMAT, "task": config.task, "score": SCORES[config.task]},
         **{"data": config.data, "model": config.model, "image_size": images.image_size, "classes": images.classes},
         **{"epochs": config.epochs, "batch_size": config.batch_size, "seeds": list(config.seed)},
         **{"threads": config.threads, "path": native.current(), "byteback": byteback.__version__, "torch": torch.__version__},
@@ -162,5 +174,6 @@ def _test(members: list[Member], config: TrainConfig, console: Console) -> int:
             console.print(f"{member.variant.name} seed {member.seed}: no checkpoint yet", highlight=False)
             continue
         accuracy, loss = evaluate(path, config.data_path, workers=config.workers, download=config.download)
-        console.print(f"{member.variant.name} seed {member.seed}: accuracy {accuracy:.2%}, loss {loss:.4f}", highlight=False)
+        shown = f"{SCORES[config.task]} {accuracy:.2%}" + ("" if math.isnan(loss) else f", loss {loss:.4f}")
+        console.print(f"{member.variant.name} seed {member.seed}: {shown}", highlight=False)
     return 0

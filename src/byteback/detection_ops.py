@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nms and roi_align with the meaning of torchvision's C++ kernels, for where its library cannot be loaded.
+
+torchvision_compat registers them as torchvision's own, so the float and the int8 side of a comparison both use them. Float32
+on the CPU runs natively (csrc/detect.h); other tensors, and builds without the native library, take a few lines of PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    _library: ModuleType | None = importlib.import_module("byteback._native")
+except ImportError:
+    _library = None
+
+_NMS_ROWS = 512  # bounds the overlap table to 512 x boxes: RPNs ask for thousands of boxes at once
+
+
+def _is_native(*tensors: Tensor) -> bool:
+    return _library is not None and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+
+
+def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Indices of the boxes that survive, best score first; of equal scores the earlier box goes first."""
+    if dets.dim() != 2 or dets.shape[1] != 4 or scores.shape != dets.shape[:1]:
+        raise ValueError(
+            f"torchvision::nms: boxes have shape {tuple(dets.shape)} and scores {tuple(scores.shape)}; "
+            "every box (x1, y1, x2, y2) needs one score. Pass boxes [N, 4] and scores [N]."
+        )
+    order = scores.argsort(descending=True, stable=True)
+    boxes = dets.detach()[order].contiguous()
+    if _library is None or not _is_native(boxes):
+        return order[_plain_nms(boxes, iou_threshold)]
+    kept = torch.empty(len(boxes), dtype=torch.bool)
+    _library.nms(len(boxes), boxes.data_ptr(), iou_threshold, kept.data_ptr())
+    return order[kept]
+
+
+def roi_align(
+    input: Tensor, rois: Tensor, spatial_scale: float, height: int, width: int, sampling_ratio: int, aligned: bool
+) -> Tensor:
+    """The mean of bilinear samples in every bin of `height` x `width` of every box (image, x1, y1, x2, y2)."""
+    if input.dim() != 4 or rois.dim() != 2 or rois.shape[1] != 5:
+        raise ValueError(
+            f"torchvision::roi_align: the map has shape {tuple(input.shape)} and the boxes {tuple(rois.shape)}. Pass a map "
+            "[N, C, H, W] and boxes [K, 5], each (image, x1, y1, x2, y2)."
+        )
+    if not _is_native(input, rois) or input.numel() == 0:
+        return _plain_roi_align(input, rois, spatial_scale, height, width, sampling_ratio, aligned)
+    if len(rois) and not (rois[:, 0].min() >= 0 and rois[:, 0].max() < len(input)):
+        raise ValueError(
+            f"torchvision::roi_align: the boxes name images {int(rois[:, 0].min())} to {int(rois[:, 0].max())}, but the map "
+            f"holds {len(input)}. The first number of a box is the index of its image."
+        )
+    out: Tensor = _RoiAlign.apply(input, rois.detach(), spatial_scale, (height, width), sampling_ratio, aligned)
+    return out
+
+
+class _RoiAlign(torch.autograd.Function):
+    """The native kernels; boxes get no gradient, as in torchvision."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, rois: Tensor, scale: float, bins: tuple[int, int], samples: int, aligned: bool
+    ) -> Tensor:
+        rois = rois.contiguous()
+        N, C, H, W = input.shape
+        output = torch.empty((len(rois), C, *bins), memory_format=torch.channels_last)
+        ctx.save_for_backward(rois)
+        ctx.call = ((N, H, W, C, len(rois), *bins, samples), scale, aligned)
+        _run("roi_align", ctx.call, input, rois, output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (rois,) = ctx.saved_tensors
+        N, H, W, C, *_ = ctx.call[0]
+        grad_input = torch.empty((N, C, H, W), memory_format=torch.channels_last)
+        _run("roi_align_grad", ctx.call, grad_output, rois, grad_input)
+        return grad_input, None, None, None, None, None
+
+
+def _run(name: str, call: tuple[Any, float, bool], source: Tensor, rois: Tensor, target: Tensor) -> None:
+    """A kernel from `source` to `target`, which lies in memory with its channels last."""
+    source = source.permute(0, 2, 3, 1).contiguous()  # no copy where it is channels_last
+    getattr(_library, name)(*call, source.data_ptr(), rois.data_ptr(), target.data_ptr(), torch.get_num_threads())
+
+
+def _plain_nms(boxes: Tensor, iou_threshold: float) -> Tensor:
+    """Which of the boxes, best first, survive."""
+    kept = torch.ones(len(boxes), dtype=torch.bool, device=boxes.device)
+    for start in range(0, len(boxes), _NMS_ROWS):
+        overlaps = _iou(boxes[start : start + _NMS_ROWS], boxes[start:]) > iou_threshold
+        for row, suppressed in enumerate(overlaps):
+            if kept[start + row]:
+                kept[start + row + 1 :] &= ~suppressed[row + 1 :]
+    return kept
+
+
+def _iou(one: Tensor, other: Tensor) -> Tensor:
+    overlap = (torch.minimum(one[:, None, 2:], other[:, 2:]) - torch.maximum(one[:, None, :2], other[:, :2])).clamp(0)
+    shared = overlap.prod(-1)
+    return shared / ((one[:, 2:] - one[:, :2]).prod(-1)[:, None] + (other[:, 2:] - other[:, :2]).prod(-1) - shared)
+
+
+def _plain_roi_align(
+    input: Tensor, rois: Tensor, spatial_scale: float, height: int, width: int, sampling_ratio: int, aligned: bool
+) -> Tensor:
+    """Each output bin is a weighted sum of pixels: embedding_bag sums them without a copy of every sample."""
+    _, channels, rows, columns = input.shape
+    boxes = rois.detach()[:, 1:] * spatial_scale - (0.5 if aligned else 0.0)
+    y, y_weight = _samples(boxes[:, 1], boxes[:, 3], height, rows, sampling_ratio, aligned)
+    x, x_weight = _samples(boxes[:, 0], boxes[:, 2], width, columns, sampling_ratio, aligned)
+    row = rois[:, 0].long()[:, None, None] * rows + y
+    pixel = row[:, :, None, :, None] * columns + x[:, None, :, None, :]
+    weight = (y_weight[:, :, None, :, None] * x_weight[:, None, :, None, :]).to(input.dtype)
+    pixels = input.permute(0, 2, 3, 1).reshape(-1, channels)
+    bags, bag_weights = pixel.flatten(3).flatten(0, 2), weight.flatten(3).flatten(0, 2)
+    pooled = F.embedding_bag(bags, pixels, mode="sum", per_sample_weights=bag_weights)
+    return pooled.view(len(rois), height, width, channels).permute(0, 3, 1, 2).contiguous()
+
+
+def _samples(start: Tensor, end: Tensor, bins: int, size: int, sampling_ratio: int, aligned: bool) -> tuple[Tensor, Tensor]:
+    """Along one axis: the pixels every bin reads, and their weights, both [rois, bins, 2 x samples]."""
+    length = (end - start if aligned else (end - start).clamp(min=1.0))[:, None, None]
+    count = torch.full_like(length, sampling_ratio) if sampling_ratio > 0 else (length / bins).ceil()
+    per_bin = count.clamp(min=1.0)
+    sample = torch.arange(int(per_bin.max()) if len(per_bin) else 1, device=start.device)
+    bin_ = torch.arange(bins, device=start.device)[:, None]
+    position = start[:, None, None] + (bin_ + (sample + 0.5) / per_bin) * (length / bins)
+    # As in the C++ kernel: up to one pixel outside the image takes the border's value, further out counts as zero.
+    used = (sample < count) & (position >= -1.0) & (position <= size)
+    position = position.clamp(0, size - 1)
+    low = position.long()
+    fraction = position - low
+    weight = torch.cat([1 - fraction, fraction], -1) * torch.cat([used, used], -1) / per_bin
+    return torch.cat([low, (low + 1).clamp(max=size - 1)], -1), weight

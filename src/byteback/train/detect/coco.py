@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""coco:PATH, the layout of COCO:
+
+    PATH/annotations/instances_train*.json, instances_val*.json     PATH/train*/IMAGE, PATH/val*/IMAGE (or PATH/images/IMAGE)
+
+Classes are the categories in the order of their ids. Boxes around crowds are not trained on; the score knows of them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from byteback.train.detect.annotations import Box, Checks, Picture, Split, existing
+
+
+def load(path: Path) -> tuple[Split, Split]:
+    """The training and the test split."""
+    train, test = (_file(path, split) for split in ("train", "val"))
+    first, second = _read(train), _read(test)
+    classes = _classes(train, first)
+    checks = Checks(f"coco:{path}", list(classes.values()))
+    splits = [Split(_pictures(path, *pair, checks, classes), checks.classes) for pair in ((train, first), (test, second))]
+    checks.finish()
+    return splits[0], splits[1]
+
+
+def _file(path: Path, split: str) -> Path:
+    found = sorted((path / "annotations").glob(f"instances_{split}*.json"))
+    if not found:
+        raise ValueError(
+            f"coco:{path}: there is no annotations/instances_{split}*.json. Name the folder that holds annotations and images."
+        )
+    return found[-1]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: this is no JSON: {error}.") from error
+    missing = [key for key in ("images", "annotations", "categories") if not isinstance(data, dict) or key not in data]
+    if missing:
+        raise ValueError(f"{file}: it has no {', '.join(missing)}, so it is no file of COCO's instances.")
+    assert isinstance(data, dict)
+    return data
+
+
+def _classes(file: Path, data: dict[str, Any]) -> dict[Any, str]:
+    try:
+        return {entry["id"]: str(entry["name"]) for entry in sorted(data["categories"], key=lambda entry: entry["id"])}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file}: a category lacks its id or its name ({error}). Repair it.") from error
+
+
+def _pictures(path: Path, file: Path, data: dict[str, Any], checks: Checks, classes: dict[Any, str]) -> list[Picture]:
+    folders = [path / file.stem.removeprefix("instances_"), path / "images", path]
+    pictures: dict[Any, Picture] = {}
+    for entry in data["images"]:
+        where = f"{file}, image {entry.get('id')} ({entry.get('file_name')})"
+        try:
+            name, size = entry["file_name"], (int(entry["width"]), int(entry["height"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{where}: it lacks {error}; id, file_name, width and height are needed. Repair it.") from error
+        image = next((folder / name for folder in folders if (folder / name).is_file()), folders[0] / name)
+        pictures[entry["id"]] = Picture(existing(image, where), *size)
+    if not pictures:
+        raise ValueError(f"{file}: it names no image.")
+    for entry in data["annotations"]:
+        where = f"{file}, object {entry.get('id')}"
+        if entry.get("image_id") not in pictures:
+            raise ValueError(f"{where}: its image_id {entry.get('image_id')} is none of the file's images. Repair it.")
+        name = classes.get(entry.get("category_id"), f"category_id {entry.get('category_id')}")
+        checks.add(pictures[entry["image_id"]], where, name, _box(entry, where), bool(entry.get("iscrowd", 0)))
+    return list(pictures.values())
+
+
+def _box(entry: dict[str, Any], where: str) -> Box:
+    try:
+        x, y, width, height = map(float, entry["bbox"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: its bbox is {entry.get('bbox')}, not four numbers x, y, width, height.") from error
+    return x, y, x + width, y + height

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""COCO's metrics of detections, by pycocotools: mAP is the mean over classes and over overlaps of 50 to 95 %."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from byteback.train.detect.annotations import Picture, Split
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Average precision in [0, 1]; of a class without objects there is none (NaN)."""
+
+    mAP: float
+    AP50: float
+    AP75: float
+    per_class: dict[str, float]
+
+    def record(self) -> dict[str, Any]:
+        """As metrics.jsonl has it."""
+        return {"mAP": self.mAP, "AP50": self.AP50, "AP75": self.AP75, "per_class_AP": self.per_class}
+
+
+def score(split: Split, detections: dict[int, dict[str, Tensor]]) -> Scores:
+    """The metrics of detections, which are by the index of their image: boxes, labels, scores."""
+    COCO, COCOeval = _pycocotools()
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it is doing
+        truth = COCO()
+        truth.dataset = _truth(split)
+        truth.createIndex()
+        rows = [row for index, found in detections.items() for row in _rows(index, found)]
+        guesses = truth.loadRes(np.asarray(rows)) if rows else None
+        if guesses is None:
+            return Scores(0.0, 0.0, 0.0, dict.fromkeys(split.classes, 0.0))
+        run = COCOeval(truth, guesses, "bbox")
+        run.evaluate()
+        run.accumulate()
+    # precision: [overlaps, recalls, classes, sizes of objects, numbers of detections]; -1 where there is nothing to find
+    precision = run.eval["precision"][:, :, :, 0, -1]
+    overlaps = np.round(100 * run.params.iouThrs).astype(int).tolist()
+    return Scores(
+        _mean(precision),
+        _mean(precision[overlaps.index(50)]),
+        _mean(precision[overlaps.index(75)]),
+        {name: _mean(precision[:, :, number]) for number, name in enumerate(split.classes)},
+    )
+
+
+def _mean(precision: Any) -> float:
+    known = precision[precision > -1]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def _truth(split: Split) -> dict[str, Any]:
+    entries: list[dict[str, Any]] = []
+    for index, picture in enumerate(split.pictures):
+        entries += _objects(index, picture, len(entries) + 1)
+    return {
+        "images": [{"id": index, "width": p.width, "height": p.height} for index, p in enumerate(split.pictures)],
+        "categories": [{"id": number, "name": name} for number, name in enumerate(split.classes, 1)],
+        "annotations": entries,
+    }
+
+
+def _objects(index: int, picture: Picture, first: int) -> list[dict[str, Any]]:
+    found = []
+    for number, ((x1, y1, x2, y2), label, crowd) in enumerate(
+        zip(picture.boxes, picture.labels, picture.crowd, strict=True), first
+    ):
+        width, height = x2 - x1, y2 - y1
+        found.append(
+            {
+                **{"id": number, "image_id": index, "category_id": label, "iscrowd": int(crowd)},
+                **{"bbox": [x1, y1, width, height], "area": width * height},
+            }
+        )
+    return found
+
+
+def _rows(index: int, found: dict[str, Tensor]) -> list[list[float]]:
+    """(image, x, y, width, height, score, class) of each detection."""
+    boxes = found["boxes"].double()
+    corners = np.concatenate([boxes[:, :2].numpy(), (boxes[:, 2:] - boxes[:, :2]).numpy()], axis=1).tolist()
+    pairs = zip(corners, found["scores"].tolist(), found["labels"].tolist(), strict=True)
+    return [[index, *corner, score, label] for corner, score, label in pairs]
+
+
+def _pycocotools() -> Any:
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ImportError as error:
+        raise ImportError(
+            "train: detections are scored by pycocotools, which is not installed. Install it: pip install 'byteback[detect]'",
+            name="pycocotools",
+        ) from error
+    return COCO, COCOeval

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchvision's detectors by name, with a choice of backbone, untrained or on top of a backbone's checkpoint.
+
+From nothing, the backbone's BatchNorm is trained with the rest. With --backbone-checkpoint it is frozen (FrozenBatchNorm2d),
+and only the backbone's last three stages are trained, as torchvision does for its own weights.
+
+What stays float by default (--keep-float): the convolutions that give class scores and boxes. They have few channels, so they
+cost little, and their gradient is that of the loss itself: a few large values at the objects among very many tiny ones.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from byteback.torchvision_compat import load
+from byteback.train.near import unknown
+
+BACKBONES = ("resnet18", "resnet50", "mobilenet_v3_large")
+KEEP_FLOAT = {
+    "retinanet_resnet50_fpn": ("*.cls_logits", "*.bbox_reg"),
+    "fasterrcnn_resnet50_fpn": ("rpn.head.cls_logits", "rpn.head.bbox_pred"),
+    "fcos_resnet50_fpn": ("*.cls_logits", "*.bbox_reg", "*.bbox_ctrness"),
+    "ssdlite320_mobilenet_v3_large": ("head.*.module_list.*.1",),
+}
+NAMES = tuple(KEEP_FLOAT)
+_SSD = "ssdlite320_mobilenet_v3_large"
+_LONGEST = 1333 / 800  # torchvision's ratio of the longest to the shortest side
+_TRAINED_STAGES = 3  # of a backbone that was trained before
+
+
+def keep_float(model: str, asked: tuple[str, ...]) -> tuple[str, ...]:
+    """The wildcards of the layers that stay float: those asked for, the detector's default, or nothing for "none".
+
+    >>> keep_float("retinanet_resnet50_fpn", ("backbone.fpn",)), keep_float("retinanet_resnet50_fpn", ("none",))
+    (('backbone.fpn',), ())
+    """
+    return () if asked == ("none",) else asked or KEEP_FLOAT[model]
+
+
+def default_backbone(model: str) -> str:
+    """The backbone that is in the detector's name."""
+    return "mobilenet_v3_large" if model == _SSD else "resnet50"
+
+
+def build(
+    model: str, backbone: str | None, classes: int, image_size: int, checkpoint: str | None = None, frozen: bool = False
+) -> nn.Module:
+    """The detector for `classes` classes, the background among them; a checkpoint implies frozen norms."""
+    if model not in NAMES:
+        raise unknown("train", "detector", model, NAMES)
+    backbone = backbone or default_backbone(model)
+    if backbone not in BACKBONES:
+        raise unknown("train", "backbone", backbone, BACKBONES)
+    detection: Any = load().models.detection
+    frozen = frozen or checkpoint is not None
+    if model == _SSD:
+        return _ssd(detection, backbone, classes, image_size, checkpoint)
+    longest = round(_LONGEST * image_size)
+    if model == "fasterrcnn_resnet50_fpn":
+        body: Any = _pyramid(detection, backbone, [1, 2, 3, 4], frozen, None)
+        kind = detection.FasterRCNN
+    else:
+        extra = load().ops.feature_pyramid_network.LastLevelP6P7(256, 256)
+        body = _pyramid(detection, backbone, [2, 3, 4], frozen, extra)
+        kind = detection.RetinaNet if model == "retinanet_resnet50_fpn" else detection.FCOS
+    if checkpoint:
+        _load_backbone(body.body, backbone, Path(checkpoint))
+    return kind(body, classes, min_size=image_size, max_size=longest)
+
+
+def _pyramid(detection: Any, backbone: str, stages: list[int], frozen: bool, extra: Any) -> Any:
+    """A backbone with a feature pyramid over the stages of stride 2^(stage + 1)."""
+    norm = load().ops.misc.FrozenBatchNorm2d if frozen else nn.BatchNorm2d
+    given: dict[str, Any] = {"weights": None, "norm_layer": norm, "extra_blocks": extra}
+    utils = detection.backbone_utils
+    if backbone == "mobilenet_v3_large":
+        last = stages[-1] + 1  # its last stage but one has the same stride, and fewer channels
+        return utils.mobilenet_backbone(
+            backbone_name=backbone,
+            fpn=True,
+            returned_layers=[*stages[:-1], last],
+            trainable_layers=_TRAINED_STAGES if frozen else 6,
+            **given,
+        )
+    return utils.resnet_fpn_backbone(
+        backbone_name=backbone, returned_layers=stages, trainable_layers=_TRAINED_STAGES if frozen else 5, **given
+    )
+
+
+def _ssd(detection: Any, backbone: str, classes: int, image_size: int, checkpoint: str | None) -> nn.Module:
+    if backbone != "mobilenet_v3_large" or checkpoint:
+        what = "--backbone-checkpoint" if checkpoint else f"--backbone {backbone}"
+        raise ValueError(f"train: {_SSD} has its own kind of MobileNet, so {what} does not fit it. Leave it out.")
+    model: Any = detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=classes)
+    model.transform.fixed_size = (image_size, image_size)
+    return model
+
+
+def _load_backbone(body: nn.Module, name: str, path: Path) -> None:
+    """Weights of the classifier `name` into a detector's backbone; its classifying layers and quantizers are left out."""
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # zipfile, pickle and torch each have their own for a damaged file
+        reason = str(error).strip().splitlines()
+        raise ValueError(f"{path}: the backbone's checkpoint cannot be read: {reason[0] if reason else error!r}.") from error
+    state = contents.get("model", contents) if isinstance(contents, dict) else None
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise ValueError(f"{path}: this is no checkpoint of a network: it holds no state by names.")
+    state = {key.removeprefix("features."): value for key, value in state.items() if "quantizers." not in key}
+    needed = body.state_dict()
+    missing = [key for key in needed if key not in state]
+    differ = [key for key in needed if key in state and needed[key].shape != state[key].shape]
+    if missing or differ:
+        what = f"it has no {missing[0]}" if missing else f"its {differ[0]} has shape {tuple(state[differ[0]].shape)}"
+        raise ValueError(f"{path}: these are not the weights of {name}: {what}. Choose the --backbone that they belong to.")
+    body.load_state_dict({key: state[key] for key in needed})
+
+
+def check(model: str, backbone: str | None, classes: int, image_size: int, checkpoint: str | None) -> int:
+    """Builds the detector once, so that a mistake shows before the first run; its parameters."""
+    random = torch.get_rng_state()
+    network = build(model, backbone, classes, image_size, checkpoint)
+    torch.set_rng_state(random)
+    return sum(math.prod(parameter.shape) for parameter in network.parameters())

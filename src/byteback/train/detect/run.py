@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run of a detector: as a classifier's, but for the loss, which is a sum of several, and the test, which is COCO's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import byteback
+from byteback.recipes import Recipe
+from byteback.train.config import TrainConfig
+from byteback.train.data import Data
+from byteback.train.detect import metrics, networks, source
+from byteback.train.detect.source import DetectData
+from byteback.train.interrupt import Stop
+from byteback.train.loop import Listener, Member, Run
+
+_TEST_BATCH = 8
+
+
+def load(config: TrainConfig) -> tuple[DetectData, int]:
+    """The data, and how many parameters the detector has that is to learn them."""
+    assert config.model and config.image_size
+    metrics._pycocotools()  # rather now than after the first epoch
+    images = source.load(config.data, config.image_size, config.augment, config.workers)
+    parts = (config.model, config.backbone, images.classes, config.image_size, config.backbone_checkpoint)
+    return images, networks.check(*parts)
+
+
+def train(config: TrainConfig, member: Member, data: Data, listener: Listener, stop: Stop) -> None:
+    """Trains a member to its end, as loop.train does."""
+    assert isinstance(data, DetectData)
+    DetectRun(config.complete(), member, data, listener, stop).run()
+
+
+def build(config: TrainConfig, recipe: Recipe | None, classes: int) -> nn.Module:
+    """The detector, ready to train."""
+    assert config.model and config.image_size
+    model = networks.build(config.model, config.backbone, classes, config.image_size, config.backbone_checkpoint)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    kept = networks.keep_float(config.model, config.keep_float)
+    return byteback.prepare(model, recipe, keep_float=kept) if recipe else model
+
+
+class DetectRun(Run):
+    """A detector in training."""
+
+    data: DetectData
+
+    def _build(self) -> nn.Module:
+        return build(self.config, self.member.variant.recipe, self.data.classes)
+
+    def _as_asked(self, images: Any) -> Any:
+        """As they are: the detector's own transform makes a batch of them."""
+        return images
+
+    def _loss(self, images: Any, labels: Any) -> tuple[Tensor, int]:
+        return total(self.model(images, labels)), 0
+
+    def _test(self) -> tuple[float, float, dict[str, Any]]:
+        scores = test(self.model, self.data, self.stop)
+        return scores.mAP, float("nan"), scores.record()
+
+    def _memory(self, images: Any, labels: Any) -> byteback.MemoryReport:
+        return byteback.memory(self.model, (images, labels))
+
+    def _look(self, first: Tensor) -> None:
+        """No pictures of gradients: they are made for one tensor of images and one loss."""
+
+
+def total(losses: dict[str, Tensor]) -> Tensor:
+    """The loss of a step."""
+    return torch.stack(list(losses.values())).sum()
+
+
+@torch.no_grad()
+def test(model: nn.Module, data: DetectData, stop: Stop | None = None) -> metrics.Scores:
+    """COCO's metrics on the test images."""
+    assert data.test_split is not None
+    model.eval()
+    found: dict[int, dict[str, Tensor]] = {}
+    for images, targets in data.test.batches(torch.arange(len(data.test)).split(_TEST_BATCH), 0, 0):
+        for target, detections in zip(targets, model(images), strict=True):
+            found[int(target["index"])] = detections
+        if stop is not None:
+            stop.check()
+    return metrics.score(data.test_split, found)
+
+
+def evaluate(contents: dict[str, Any], asked: dict[str, Any], data_name: str, in_float: bool, workers: int) -> float:
+    """The mAP of a checkpoint."""
+    data = source.load(data_name, contents["image_size"], False, workers)
+    if data.classes != contents["classes"]:
+        raise ValueError(
+            f"eval: the checkpoint knows {contents['classes'] - 1} classes, but {data_name} has {data.classes - 1}. Choose the "
+            "data set it was trained on."
+        )
+    frozen = "backbone_checkpoint" in asked
+    model = networks.build(asked["model"], asked.get("backbone"), data.classes, data.image_size, frozen=frozen)
+    if asked.get("channels_last", True):
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if contents["recipe"]:
+        kept = networks.keep_float(asked["model"], tuple(asked.get("keep_float", ())))
+        byteback.prepare(model, Recipe.from_dict(contents["recipe"]), keep_float=kept)
+    model.load_state_dict(contents["model"])
+    if in_float and contents["recipe"]:
+        byteback.restore(model)
+    return test(model, data).mAP

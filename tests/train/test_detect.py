@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`byteback train --task detect` from its data to its table, and the detectors that it builds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("pycocotools")
+pytest.importorskip("PIL")
+import byteback
+from byteback import torchvision_compat
+from byteback.nn import Int8Layer
+from byteback.train.config import TrainConfig
+from byteback.train.detect import networks
+from byteback.train.files import read_lines
+from drawn_shapes import draw
+
+torchvision = torchvision_compat.load()
+
+
+def command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "COLUMNS": "160"}
+    call = [sys.executable, "-m", "byteback", *args]
+    return subprocess.run(call, capture_output=True, text=True, timeout=300, cwd=cwd, env=env)
+
+
+def test_a_tiny_run_ends_to_end(tmp_path: Path) -> None:
+    draw(tmp_path / "shapes", train=4, test=2)
+    common = ("--task", "detect", "--data", "voc:shapes", "--backbone", "resnet18", "--image-size", "64", "--batch-size", "2")
+    more = ("--recipe", "unified-int8", "--epochs", "1", "--no-tensorboard", "--workers", "0", "--output-dir", "run")
+    done = command("train", *common, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "mAP" in done.stdout
+    member = tmp_path / "run" / "unified-int8" / "seed0"
+    records = read_lines(member / "metrics.jsonl")
+    epoch = next(record for record in records if record["kind"] == "epoch")
+    assert epoch["mAP"] == epoch["test_accuracy"] and set(epoch["per_class_AP"]) == {"disc", "square"}
+    assert records[0]["saved_bytes"] > 0 and records[-1]["kind"] == "end"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["score"] == "mAP" and summary["finished"] and {"mAP", "AP50", "AP75"} <= summary["rows"][0].keys()
+    again = command("train", "--resume", "run", cwd=tmp_path)
+    assert again.returncode == 0 and "finished already" in again.stdout, again.stderr
+    tested = command("eval", str(member / "last.pt"), cwd=tmp_path)
+    assert tested.returncode == 0 and f"mAP {epoch['mAP']:.2%}" in tested.stdout, tested.stderr
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown detector 'yolo'"):
+        networks.build("yolo", None, 3, 64)
+    with pytest.raises(ValueError, match=r"unknown backbone 'resnet19'\. Did you mean resnet18"):
+        networks.build("retinanet_resnet50_fpn", "resnet19", 3, 64)
+    with pytest.raises(ValueError, match="--backbone resnet18 does not fit it"):
+        networks.build("ssdlite320_mobilenet_v3_large", "resnet18", 3, 64)
+    with pytest.raises(ValueError, match="add --task detect"):
+        TrainConfig(backbone="resnet18")
+    file = tmp_path / "weights.pt"
+    torch.save(torchvision.models.resnet18(num_classes=2).state_dict(), file)
+    with pytest.raises(ValueError, match="these are not the weights of resnet50"):
+        networks.build("retinanet_resnet50_fpn", "resnet50", 3, 64, str(file))
+    file.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="checkpoint cannot be read"):
+        networks.build("retinanet_resnet50_fpn", "resnet18", 3, 64, str(file))
+
+
+def test_a_backbone_checkpoint_is_taken_over_with_frozen_norms_that_fuse(tmp_path: Path) -> None:
+    classifier = torchvision.models.resnet18(num_classes=2)
+    file = tmp_path / "weights.pt"
+    torch.save(classifier.state_dict(), file)
+    model = networks.build("fasterrcnn_resnet50_fpn", "resnet18", 3, 64, str(file))
+    assert torch.equal(model.backbone.body.layer4[1].conv2.weight, classifier.layer4[1].conv2.weight)
+    assert not model.backbone.body.layer1[0].conv1.weight.requires_grad
+    assert model.backbone.body.layer2[0].conv1.weight.requires_grad
+    assert type(model.backbone.body.bn1).__name__ == "FrozenBatchNorm2d"
+    byteback.prepare(model, "unified-int8")
+    blocks = {row.name: row.block for row in byteback.summary(model)}
+    assert blocks["backbone.body.layer2.0.conv2"] == "conv + norm + add + relu"
+
+
+@pytest.mark.parametrize("name", networks.NAMES)
+def test_backbones_fuse_and_predictors_stay_float(name: str) -> None:
+    model = networks.build(name, None if name.startswith("ssd") else "resnet18", 3, 64)
+    byteback.prepare(model, "unified-int8", keep_float=networks.keep_float(name, ()))
+    rows = {row.name: row for row in byteback.summary(model)}
+    backbone = [row for layer, row in rows.items() if layer.startswith("backbone.body.layer")]
+    assert all("norm" in row.block for row in backbone) and len(backbone) == (0 if name.startswith("ssd") else 19)
+    kept = [layer for layer, row in rows.items() if "kept float by" in row.note]
+    assert kept and all(not isinstance(model.get_submodule(layer), Int8Layer) for layer in kept)
+    assert all(any(part in layer for part in ("cls_logits", "bbox", "module_list")) for layer in kept)
+    if name.startswith("retinanet"):
+        towers = [row.block for layer, row in rows.items() if "_head.conv." in layer]
+        assert towers == ["conv + relu"] * 8
