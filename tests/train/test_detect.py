@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ import byteback
 from byteback import torchvision_compat
 from byteback.nn import Int8Layer
 from byteback.train.config import TrainConfig
-from byteback.train.detect import networks
+from byteback.train.detect import networks, run
 from byteback.train.files import read_lines
+from byteback.train.interrupt import Stop, Stopped
+from byteback.train.loop import Member
+from byteback.train.variants import parse
 from drawn_shapes import draw
 
 torchvision = torchvision_compat.load()
@@ -96,3 +100,44 @@ def test_backbones_fuse_and_predictors_stay_float(name: str) -> None:
     if name.startswith("retinanet"):
         towers = [row.block for layer, row in rows.items() if "_head.conv." in layer]
         assert towers == ["conv + relu"] * 8
+
+
+class StopsAfter(Stop):
+    """Asks for the end after some steps, as Ctrl-C would."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def on_step(self, *_: Any) -> None:
+        self.steps -= 1
+
+    def on_epoch(self, *_: Any) -> None: ...
+
+    def check(self) -> None:
+        if self.steps == 0:
+            raise Stopped
+
+
+def test_stopped_and_resumed_it_ends_in_the_same_bits(tmp_path: Path) -> None:
+    """Also where boxes are sampled at random, as a Faster R-CNN does."""
+    root = draw(tmp_path / "shapes", train=4, test=1, size=(64, 64))
+    config = TrainConfig(
+        task="detect",
+        model="fasterrcnn_resnet50_fpn",
+        backbone="resnet18",
+        data=f"voc:{root}",
+        **{"image_size": 32, "epochs": 2, "batch_size": 2, "workers": 0, "tensorboard": False},
+    ).complete()
+    images, _ = run.load(config)
+    states = []
+    for name, pauses in (("whole", ()), ("parts", (1, 2))):
+        member = Member(parse("unified-int8"), 0, tmp_path / name)
+        for steps in pauses:
+            stop = StopsAfter(steps)
+            with pytest.raises(Stopped):
+                run.train(config, member, images, stop, stop)
+        never = StopsAfter(-1)
+        run.train(config, member, images, never, never)
+        states.append(read_lines(member.folder / "metrics.jsonl")[-1]["state_sha256"])
+    assert states[0] == states[1]
