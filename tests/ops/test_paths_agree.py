@@ -18,7 +18,7 @@ import torch
 import byteback
 from byteback import ops
 from byteback.bench.shapes import NETWORKS, ConvCase, network_cases
-from byteback.bench.verify import FIXED, Geometry, drawn, products
+from byteback.bench.verify import FIXED, Geometry, drawn, drawn_clip, products
 from byteback.ops import native
 
 NATIVE = [path for path in native.available() if path != "reference"]
@@ -52,6 +52,13 @@ def test_drawn_convolutions_are_equal_on_every_path(part: int) -> None:
     rng = random.Random(part)
     for _ in range(100):
         assert_paths_agree(drawn(rng), rng, NATIVE)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_drawn_clips_are_equal_on_every_path(part: int) -> None:
+    rng = random.Random(part)
+    for _ in range(25):
+        assert_paths_agree(drawn_clip(rng), rng, NATIVE)
 
 
 @pytest.mark.parametrize("case", FIXED, ids=str)
