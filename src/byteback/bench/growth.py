@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback bench growth`: how the gain of a training step changes with the batch and the image, and that it has no cliff.
+"""`byteback bench growth`: how the gain of a training step changes with the batch and the image, and whether it has a cliff.
 
 Every cell is the median ratio of float32 (in its faster memory format) to int8, in turns in one process, malloc tuned.
 """
