@@ -181,8 +181,8 @@ def av() -> Any:
         import av as package  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise ImportError(
-            "clips: video files are decoded by PyAV, which is not installed. Install it: pip install av; or extract the frames "
-            "and use frames:PATH.",
+            "clips: video files are decoded by PyAV, which is not installed. Install it: pip install 'byteback[video]'; or "
+            "extract the frames and use frames:PATH.",
             name="av",
         ) from error
     return package
