@@ -29,7 +29,7 @@ setup: $(STAMP) ## create or refresh .venv
 	@:
 
 demo: $(STAMP) ## train a small network in float and in int8, side by side, and make a page of it (under two minutes)
-	$(BIN)/byteback train $(ARGS)
+	$(BIN)/byteback train --config configs/demo.toml $(ARGS)
 
 test: $(STAMP) ## unit tests and docstring examples; more by ARGS='-m slow' or ARGS='-m convergence'
 	$(BIN)/python -m pytest $(ARGS)

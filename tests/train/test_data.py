@@ -92,6 +92,16 @@ def test_the_digits_are_normalized() -> None:
     assert (len(digits.train), len(digits.test)) == (1437, 360)
 
 
+def test_the_digits_can_be_enlarged() -> None:
+    small, large = data.load("digits"), data.load("digits", image_size=32)
+    assert (small.image_size, large.image_size) == (8, 32)
+    ((few, labels),) = small.train.batches([torch.arange(50)], 0, 0)
+    ((many, same),) = large.train.batches([torch.arange(50)], 0, 0)
+    assert many.shape == (50, 1, 32, 32) and labels.equal(same)
+    back = torch.nn.functional.avg_pool2d(many, 4)  # a pixel has become 4x4 of about its brightness
+    assert float(torch.corrcoef(torch.stack([few.flatten(), back.flatten()]))[0, 1]) > 0.97
+
+
 # ---- what can be wrong ----
 
 

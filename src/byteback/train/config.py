@@ -93,8 +93,8 @@ class TrainConfig:
     """Customary augmentation: padded crops and flips for small images, resized crops and flips for folders, zoom and flips
     for detection, none for digits."""
     image_size: int | None = None
-    """Pixels per side of the images of a folder; of the shorter side for detection. Default: 224; 320 for detection, 112 for
-    clips, 32 for moving-items."""
+    """Pixels per side of the images of a folder; of the shorter side for detection; digits are enlarged to it. Default: 224;
+    320 for detection, 112 for clips, 32 for moving-items, 8 for digits."""
     frames: int | None = None
     """Frames of a clip. Default: 8 for moving-items, else 16."""
     frame_stride: int = 1

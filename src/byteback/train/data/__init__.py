@@ -33,26 +33,26 @@ def load(
     name: str,
     data_path: str | None = None,
     *,
-    image_size: int = 224,
+    image_size: int | None = None,
     augment: bool = True,
     download: bool = True,
     workers: int = 0,
     frames: int = 16,
     frame_stride: int = 1,
 ) -> Data:
-    """The data set `name`."""
+    """The data set `name`; without an `image_size`, in the size that is customary for it."""
     kind, colon, path = name.partition(":")
     if kind == "folder" and path:
-        return folder(Path(path), image_size, augment, workers)
+        return folder(Path(path), image_size or 224, augment, workers)
     if kind in ("frames", "clips") and path:
-        return clips(kind, Path(path), frames, frame_stride, image_size, augment, workers)
+        return clips(kind, Path(path), frames, frame_stride, image_size or 112, augment, workers)
     if name == "moving-items":
-        return moving_items(root(data_path), frames, image_size, augment, download)
+        return moving_items(root(data_path), frames, image_size or 32, augment, download)
     if name not in NAMES:
         known = [*NAMES, "folder:PATH", "moving-items", "frames:PATH", "clips:PATH"]
         raise unknown("train", "data set", name, known)
     if name == "digits":
-        return digits()
+        return digits(image_size or 8)
     return downloaded(name, root(data_path), augment, download)
 
 
