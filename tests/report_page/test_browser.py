@@ -209,7 +209,9 @@ def test_boxes_are_drawn_where_they_are_and_judged(detector: Any) -> None:
     assert drawn(page) == [[2, 0], [1, 1], [1, 1], [2, 0], [0, 0], [0, 0]]  # truth, float32, unified-int8 of two images
     captions = page.locator("figure[data-chart=boxes] figcaption").all_inner_texts()
     assert "1 of 2 found, 1 wrong" in captions[1] and "0 of 2 found, 0 wrong" in captions[4]
-    assert page.locator("#detections-title").inner_text().startswith("Of 4 objects on these images float32 finds 1")
+    assert page.locator("#detections-title").inner_text() == (
+        "Of 4 objects on these images float32 finds 1 (1 wrong), unified-int8 1 (1)"
+    )
     box, image = (page.locator(f"figure[data-chart=boxes] {what}").first.bounding_box() for what in (".box", "image"))
     by = image["width"] / 72
     assert abs(box["x"] - image["x"] - 4 * by) < 2 and abs(box["width"] - 20 * by) < 3

@@ -40,7 +40,11 @@ def test_a_group_has_what_its_members_found(make_run: Any) -> None:
 def test_the_table_has_every_score_of_every_recipe(make_run: Any) -> None:
     run = make_run(detect=True, data="voc:/somewhere/BCCD")
     text = text_of(run)
-    for label, shown in (("<b>mAP</b>", "96.05 % ± 0.07"), ("<b>AP50</b>", "98.05 % ± 0.07"), ("AP of square", "86.05 % ± 0.07")):
+    for label, shown in (
+        ("<b>mAP</b>", "96.05 % ± 0.07"),
+        ("<b>AP50</b>", "98.05 % ± 0.07"),
+        ("AP of square", "86.05 % ± 0.07"),
+    ):
         row = text[text.index(f'<th scope="row">{label}') :].partition("</tr>")[0]
         assert shown in row and 'data-label="unified-int8"' in row, (label, row)
     assert all(section in text for section in SECTIONS)

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 pytest.importorskip("pycocotools")
-Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("PIL")
+from PIL import Image
+
 from byteback.train.detect import metrics, showcase, voc
 from byteback.train.detect.annotations import Split
 from byteback.train.detect.showcase import NAME, Showcase

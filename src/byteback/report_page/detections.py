@@ -11,7 +11,7 @@ import base64
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from byteback.report_page.numbers import mean, short
@@ -137,14 +137,15 @@ def _scores(members: Sequence[RunMember], names: Sequence[str], classes: Sequenc
     for name in names:
         own = [result for result in results if result["recipe"] == name and "mAP" in result and result["state"] != "diverged"]
         chosen.append([result for result in own if result["state"] == "finished"] or own)
-    rows = [{"name": name, "recipes": [_over(own, lambda r, n=name: r[n]) for own in chosen]} for name in ("mAP", "AP50", "AP75")]
-    of_class = [
-        {"name": name, "class": True, "recipes": [_over(own, lambda r, n=name: r["per_class_AP"].get(n)) for own in chosen]}
-        for name in classes
-    ]
-    return [*rows, *of_class]
+    rows: list[dict[str, Any]] = []
+    for name in ("mAP", "AP50", "AP75"):
+        rows.append({"name": name, "recipes": [_over([result[name] for result in own]) for own in chosen]})
+    for name in classes:
+        found = [_over([result["per_class_AP"].get(name) for result in own]) for own in chosen]
+        rows.append({"name": name, "class": True, "recipes": found})
+    return rows
 
 
-def _over(results: Sequence[Record], value: Callable[[Record], float | None]) -> tuple[float, float | None] | None:
-    known = [number for result in results if (number := value(result)) is not None]
+def _over(values: Sequence[float | None]) -> tuple[float, float | None] | None:
+    known = [value for value in values if value is not None]
     return (statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None) if known else None

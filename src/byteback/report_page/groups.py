@@ -22,6 +22,7 @@ DETECTION_CURVES = (*CURVES, "AP50")
 NUMBERS = ("deviation", "learning_rate_factor", "clip", "saturated", "gaussian_share")
 ROLES = ("grad_output", "grad_output_for_weight", "input", "weight")
 _SAME = ("model", "backbone", "image_size", "epochs", "batch_size", "train_images", "test_images")
+_FACTS = (*_SAME, "classes", "channels", "steps_per_epoch", "parameters", "threads", "path")
 
 
 def build(members: Sequence[RunMember]) -> list[dict[str, Any]]:
@@ -56,7 +57,8 @@ def _label(start: Record, others: Sequence[Record]) -> str:
 
 def network(start: Record) -> str:
     """The network's name; a detector's with its backbone, which may be another than the one in its name."""
-    return f"{start['model']} with {start['backbone']}" if start.get("backbone") else str(start["model"])
+    model, backbone = str(start["model"]), str(start.get("backbone") or "")
+    return model if backbone in model else f"{model} with {backbone}"
 
 
 def _group(label: str, members: Sequence[RunMember]) -> dict[str, Any]:
@@ -82,9 +84,7 @@ def _group(label: str, members: Sequence[RunMember]) -> dict[str, Any]:
     group = {
         "label": label,
         "data": start["data"],
-        "facts": {
-            key: start.get(key) for key in (*_SAME, "classes", "channels", "steps_per_epoch", "parameters", "threads", "path")
-        },
+        "facts": {"network": network(start), **{key: start.get(key) for key in _FACTS}},
         "recipes": recipes,
         "unfinished": [_progress(r, start) for r in found if r["state"] not in ("finished", "diverged")],
         "diverged": [f"{r['recipe']} seed {r['seed']} in epoch {r['epochs'] + 1}" for r in found if r["state"] == "diverged"],

@@ -16,7 +16,6 @@ from typing import Any
 
 from byteback import __version__
 from byteback.report_page.findings import signed
-from byteback.report_page.groups import network
 from byteback.train.variants import FLOAT
 
 SCRIPTS = ("draw.js", "read.js", "charts.js", "curves.js", "gradients.js", "page.js")
@@ -39,14 +38,14 @@ _COLUMNS = (
 def build(groups: Sequence[dict[str, Any]], commands: Sequence[str] = ()) -> str:
     """The page."""
     static = resources.files("byteback.report_page") / "static"
-    networks = list(dict.fromkeys(network(group["facts"]) for group in groups))
+    networks = list(dict.fromkeys(str(group["facts"]["network"]) for group in groups))
     title = f"{', '.join(networks)} on {_data(groups[0])}"
     detection = any("detection" in group for group in groups)
     scripts = DETECTION_SCRIPTS if detection else SCRIPTS
     parts = {
         "TITLE": escape(title),
         "STYLE": (static / "style.css").read_text(encoding="utf-8"),
-        "LINKS": '\n<a href="#detections">Detections</a> <a href="#precision">Precision</a>' if detection else "",
+        "LINKS": '<a href="#detections">Detections</a> <a href="#precision">Precision and recall</a>\n' if detection else "",
         "DETECTIONS": _detections(groups) if detection else "",
         "TABLES": "\n".join(_table(group, i, len(groups) > 1) for i, group in enumerate(groups)),
         "COMMANDS": "".join(f"<pre><code>{escape(command)}</code></pre>" for command in commands),
@@ -105,7 +104,10 @@ def _columns(group: dict[str, Any]) -> list[tuple[str, str]]:
     """Name and meaning; detectors have another score, and no loss in their test."""
     if "score" not in group:
         return list(_COLUMNS)
-    score = (group["score"], "Mean average precision of COCO on the test images after the last epoch: mean ± standard deviation")
+    score = (
+        group["score"],
+        "Mean average precision of COCO on the test images after the last epoch: mean ± standard deviation",
+    )
     return [score if name == "accuracy" else (name, why) for name, why in _COLUMNS if name != "test loss"]
 
 
@@ -141,14 +143,16 @@ def _scores(group: dict[str, Any], number: int, several: bool) -> str:
     rows = []
     for row in group["detection"]["scores"]:
         label = f"AP of {escape(row['name'])}" if row.get("class") else f"<b>{row['name']}</b>"
-        shown = [_DASH if own is None else f"{100 * own[0]:.2f} %" + _number(own[1], " ± {:.2f}", 100, "") for own in row["recipes"]]
+        shown = [
+            _DASH if own is None else f"{100 * own[0]:.2f} %" + _number(own[1], " ± {:.2f}", 100, "") for own in row["recipes"]
+        ]
         cells = "".join(f'<td data-label="{name}">{cell}</td>' for name, cell in zip(names, shown, strict=True))
         rows.append(f'<tr><th scope="row">{label}</th>{cells}</tr>')
     caption = f"<caption>{escape(group['label'])}</caption>" if several else ""
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Average precision: {escape(group["label"])}">'
-        f'<table data-scores="{number}">{caption}<thead><tr><th scope="col">average precision</th>{head}</tr></thead>\n<tbody>\n'
-        + "\n".join(rows)
+        f'<table data-scores="{number}">{caption}<thead><tr><th scope="col">average precision</th>{head}</tr></thead>\n'
+        + "\n".join(["<tbody>", *rows])
         + "\n</tbody></table></div>"
     )
 

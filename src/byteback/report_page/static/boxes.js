@@ -2,7 +2,7 @@
 // What detectors found: test images with their boxes, the truth beside every recipe.
 
 const SCORES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9];
-const USUAL = 0.5; // the score that is chosen at first
+const USUAL = 0.5; // the score that is chosen at first, or a lower one if that hides most of what detectors found
 const COVERED = 0.5; // the overlap from which a box is right
 const CLASS_COLORS = 7;
 
@@ -49,7 +49,7 @@ function boxes() {
         element(holder, 'h3', {}, image.name);
         const row = element(holder, 'div', { class: 'pictures' }),
             objects = image.truth.filter((t) => !t.crowd).length;
-        boxChart(row, { title: 'truth', note: `${objects} ${objects === 1 ? 'object' : 'objects'}`, image, boxes: image.truth });
+        boxChart(row, { title: 'ground truth', note: `${objects} ${objects === 1 ? 'object' : 'objects'}`, image, boxes: image.truth });
         for (const { recipe, found, total } of shown.filter((s) => s.found[i])) {
             const [right, wrong] = counts(found[i]);
             total[0] += right;
@@ -58,7 +58,9 @@ function boxes() {
         }
     });
     const objects = images.flatMap((image) => image.truth).filter((t) => !t.crowd).length;
-    const parts = shown.map(({ recipe, total }, i) => `${recipe.name} ${i ? '' : 'finds '}${total[0]} (${total[1]} wrong boxes)`);
+    const parts = shown.map(({ recipe, total: [right, wrong] }, i) =>
+        i ? `${recipe.name} ${right} (${wrong})` : `${recipe.name} finds ${right} (${wrong} wrong)`,
+    );
     get('detections-title').textContent = parts.length
         ? `Of ${objects} objects on these images ${parts.join(', ')}`
         : 'Detections';
@@ -69,6 +71,14 @@ function boxes() {
         'does not, or another box was surer of that object.';
     get('box-seed').parentElement.hidden = seeds.length < 2;
     classLegend(images, shown, classes);
+}
+
+/** The highest usual score that leaves at least half as many boxes as there are objects; the lowest if none does. */
+function usualScore({ images, members, seeds }, scores) {
+    const first = members.map((own) => own.find((m) => m.seed === seeds[0])).filter(Boolean);
+    const enough = (0.5 * first.length * images.flatMap((image) => image.truth).length) | 0;
+    const left = (least) => first.flatMap((m) => m.found.flat()).filter((b) => b && b.score >= least).length;
+    return scores.filter((s) => s <= USUAL && left(s) >= enough).pop() ?? scores[0];
 }
 
 /** The classes that are to be seen; the tags name them where colours do not suffice. */
@@ -82,6 +92,14 @@ function classLegend(images, shown, classes) {
         element(item, 'i', { class: 'frame' }).style.borderColor = classColor(i + 1);
         item.append(name);
     });
+    for (const [style, what] of [
+        ['solid', 'right'],
+        ['dashed', 'wrong'],
+    ]) {
+        const item = element(holder, 'span');
+        element(item, 'i', { class: 'frame' }).style.borderStyle = style;
+        item.append(what);
+    }
 }
 
 /** One image with boxes {label, box, score?, right?, crowd?}; those without a score are the truth. */
@@ -123,19 +141,23 @@ const told = (b) =>
               { name: b.right ? 'overlaps its object by' : 'overlaps a free object by', value: percent(b.overlap, 0) },
           ];
 
-/** Tags in the corners of boxes, the surest first; one that would cover another is left out: the pointer shows it. */
+/** Tags at the corners of boxes, the surest first; one that would cover another is left out: the pointer shows it. */
 function tags(svg, placed, width, height, text) {
-    const taken = [];
+    const taken = [],
+        size = width < 200 ? 8.5 : 10, // pixels of the letters: two images beside each other on a phone
+        high = size + 3;
     for (const b of placed) {
         const says = text(b);
         if (!says) continue;
-        const wide = widest(svg, [says]) * (10 / 12) + 6,
-            high = 13;
+        const wide = (widest(svg, [says]) * size) / 12 + 6;
+        // Inside the corner of a large box; a small one would vanish below its tag.
+        const above = b.height < 2.4 * high || b.width < wide,
+            top = !above ? b.y : b.y > high ? b.y - high : b.y + b.height;
         const x = Math.max(0, Math.min(b.x, width - wide)),
-            y = Math.max(0, Math.min(b.y, height - high));
+            y = Math.max(0, Math.min(top, height - high));
         if (taken.some((t) => x < t.x + t.wide + 1 && t.x < x + wide + 1 && y < t.y + high + 1 && t.y < y + high + 1)) continue;
         taken.push({ x, y, wide });
         shape(svg, 'rect', { x, y, width: wide, height: high, rx: 2, fill: classColor(b.label) });
-        shape(svg, 'text', { class: 'tag', x: x + 3, y: y + 10 }, says);
+        shape(svg, 'text', { class: 'tag', x: x + 3, y: y + size }, says).style.fontSize = `${size}px`;
     }
 }

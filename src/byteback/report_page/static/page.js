@@ -32,7 +32,7 @@ function facts() {
     const seeds = new Set(group.recipes.flatMap((r) => r.seeds.map((s) => s.seed))).size;
     const size = group.score ? `of about ${f.image_size} pixels` : `of ${f.image_size}×${f.image_size} pixels`;
     get('facts').textContent = [
-        `${f.model}${f.backbone ? ` with ${f.backbone}` : ''}, ${n(f.parameters)} parameters`,
+        `${f.network}, ${n(f.parameters)} parameters`,
         `${n(f.train_images)} images ${size}, ${n(f.test_images)} for the test`,
         `${f.epochs} epochs, batch size ${f.batch_size}`,
         `${group.recipes.length} recipes, ${seeds} ${seeds === 1 ? 'seed' : 'seeds'}`,

@@ -48,7 +48,7 @@ function detections() {
     fill(
         get('box-score'),
         scores.map((s) => [String(s), String(s)]),
-        get('box-score').value || USUAL,
+        get('box-score').value || usualScore(there, scores),
     );
     fill(
         get('box-seed'),

@@ -44,9 +44,7 @@ class Showcase:
             self.images = [_described(self.split.pictures[index]) for index in self.chosen]
         record = {
             **{"format": FORMAT, "epochs": epochs, "classes": self.split.classes, "least_score": LEAST_SCORE},
-            "images": [
-                {**image, "found": _above(found[index])} for index, image in zip(self.chosen, self.images, strict=True)
-            ],
+            "images": [{**image, "found": _above(found[index])} for index, image in zip(self.chosen, self.images, strict=True)],
             "precision": {"50": _curves(scores.curves.at_50), "50-95": _curves(scores.curves.mean)},
         }
         files.replace_json(folder / NAME, record)
