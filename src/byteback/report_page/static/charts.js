@@ -4,7 +4,7 @@
 const BOTTOM = 38; // room for the ticks and the name of the x axis
 
 /** Axes with ticks; returns {x, y, area}. Room on the left follows the widest label. */
-function axes(svg, width, height, { xs, ys, xName, xTicks, yTicks, yText, log = false }) {
+function axes(svg, width, height, { xs, ys, xName, xTicks, xText = number, yTicks, yText, log = false }) {
     const left =
         widest(
             svg,
@@ -18,7 +18,7 @@ function axes(svg, width, height, { xs, ys, xName, xTicks, yTicks, yText, log = 
         shape(svg, 'text', { x: area.left - 6, y: y(t) + 4, 'text-anchor': 'end' }, yText(t));
     }
     shape(svg, 'line', { class: 'axis-line', x1: area.left, x2: area.right, y1: area.bottom, y2: area.bottom });
-    for (const t of xTicks) shape(svg, 'text', { x: x(t), y: area.bottom + 16, 'text-anchor': 'middle' }, number(t));
+    for (const t of xTicks) shape(svg, 'text', { x: x(t), y: area.bottom + 16, 'text-anchor': 'middle' }, xText(t));
     shape(svg, 'text', { x: (area.left + area.right) / 2, y: height - 4, 'text-anchor': 'middle' }, xName);
     return { x, y, area };
 }
@@ -26,6 +26,7 @@ function axes(svg, width, height, { xs, ys, xName, xTicks, yTicks, yText, log = 
 const EPOCHS = {
     name: 'epochs trained',
     ticks: (xs, width) => wholeTicks(...xs, width < 420 ? 5 : 8),
+    text: (e) => number(e),
     head: (e) => `epoch ${number(e)}`,
 };
 
@@ -57,6 +58,7 @@ function lineChart(
             log,
             xName: along.name,
             xTicks: along.ticks(xs, width),
+            xText: along.text,
             yTicks: log ? logTicks(low, high) : ticks(low, high),
             yText: text,
         });

@@ -3,7 +3,12 @@
 
 const FEW_CLASSES = 8; // all of them are drawn; of more, one is chosen
 const RECALLS = Array.from({ length: 101 }, (_, i) => i / 100);
-const RECALL = { name: 'recall', ticks: () => [0, 0.25, 0.5, 0.75, 1], head: (v) => `recall ${percent(v, 0)}` };
+const RECALL = {
+    name: 'recall',
+    ticks: () => [0, 0.2, 0.4, 0.6, 0.8, 1],
+    text: (v) => percent(v, 0),
+    head: (v) => `recall ${percent(v, 0)}`,
+};
 
 /** A curve up to the recall that is reached; beyond it there is no precision. */
 function reached(curve) {
