@@ -206,6 +206,8 @@ def drawn(page: Any) -> list[list[int]]:
 
 def test_boxes_are_drawn_where_they_are_and_judged(detector: Any) -> None:
     page = detector()
+    assert page.locator("#box-score").input_value() == "0.1"  # three boxes of four objects: none is hidden at first
+    page.select_option("#box-score", "0.5")
     assert drawn(page) == [[2, 0], [1, 1], [1, 1], [2, 0], [0, 0], [0, 0]]  # truth, float32, unified-int8 of two images
     captions = page.locator("figure[data-chart=boxes] figcaption").all_inner_texts()
     assert "1 of 2 found, 1 wrong" in captions[1] and "0 of 2 found, 0 wrong" in captions[4]

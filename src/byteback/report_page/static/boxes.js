@@ -73,10 +73,10 @@ function boxes() {
     classLegend(images, shown, classes);
 }
 
-/** The highest usual score that leaves at least half as many boxes as there are objects; the lowest if none does. */
+/** The highest score up to the usual one that leaves about as many boxes as there are objects; the lowest if none does. */
 function usualScore({ images, members, seeds }, scores) {
     const first = members.map((own) => own.find((m) => m.seed === seeds[0])).filter(Boolean);
-    const enough = (0.5 * first.length * images.flatMap((image) => image.truth).length) | 0;
+    const enough = 0.8 * first.length * images.flatMap((image) => image.truth).length;
     const left = (least) => first.flatMap((m) => m.found.flat()).filter((b) => b && b.score >= least).length;
     return scores.filter((s) => s <= USUAL && left(s) >= enough).pop() ?? scores[0];
 }

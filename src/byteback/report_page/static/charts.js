@@ -4,13 +4,13 @@
 const BOTTOM = 38; // room for the ticks and the name of the x axis
 
 /** Axes with ticks; returns {x, y, area}. Room on the left follows the widest label. */
-function axes(svg, width, height, { xs, ys, xName, xTicks, xText = number, yTicks, yText, log = false }) {
+function axes(svg, width, height, { xs, ys, xName, xTicks, xText = number, yTicks, yText, log = false, room = 10 }) {
     const left =
         widest(
             svg,
             yTicks.map((t) => yText(t)),
         ) + 8;
-    const area = { left, right: width - 10, top: 10, bottom: height - BOTTOM };
+    const area = { left, right: width - room, top: 10, bottom: height - BOTTOM };
     const x = scale(xs, [area.left, area.right]),
         y = scale(ys, [area.bottom, area.top], log);
     for (const t of yTicks) {
@@ -59,6 +59,7 @@ function lineChart(
             xName: along.name,
             xTicks: along.ticks(xs, width),
             xText: along.text,
+            room: along.room,
             yTicks: log ? logTicks(low, high) : ticks(low, high),
             yText: text,
         });
