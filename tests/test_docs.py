@@ -37,6 +37,7 @@ NOT_PATHS = {
     "src/byteback/ops/x.py": "CONTRIBUTING: x stands for any room",
     "tests/ops/test_x.py": "CONTRIBUTING: x stands for any room",
     "config.toml": "docs/6-the-trainer.md: a run writes it",
+    "detections.json": "docs/7-detection.md: a detector's run writes it",
 }
 MADE_LATER = (".venv", "runs/", "dist/", "build/", "data/")  # by make, by a run, by a download
 

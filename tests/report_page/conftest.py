@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 LAYERS = ("conv1", "layer1.0.conv1", "layer1.0.conv2", "layer1.0.downsample.0")
 Writer = Callable[..., Path]
@@ -25,8 +28,10 @@ def member(
     epochs: int = 4,
     done: int | None = None,
     diverged: bool = False,
+    detect: bool = False,
+    classes: tuple[str, ...] = ("disc", "square"),
 ) -> None:
-    """One member's journals; `done` epochs of it, all by default."""
+    """One member's journals; `done` epochs of it, all by default. With `detect` it is a detector's."""
     folder.mkdir(parents=True)
     in_int8 = recipe != "float32"
     done = epochs if done is None else done
@@ -41,6 +46,8 @@ def member(
     start |= {"classes": 10, "train_images": 1437, "test_images": 360, "image_size": 8, "channels": 1, "steps_per_epoch": 23}
     start |= {"epochs": epochs, "batch_size": 64, "parameters": 75002, "threads": 2, "path": "avx2", "peak_bytes": 4_000_000}
     start |= {"saved_bytes": 1_200_000 if in_int8 else 2_400_000, "layers": [{"name": name} for name in LAYERS]}
+    if detect:
+        start |= {"task": "detect", "backbone": "resnet18", "class_names": list(classes)}
     records: list[dict[str, Any]] = [start]
     records += [{"kind": "step", "epoch": 0, "step": step, "loss": 2.0 - 0.1 * step, "accuracy": 0.5} for step in (5, 10)]
     for epoch in range(done):
@@ -53,6 +60,10 @@ def member(
                 **{"data_wait": 0.01, "seconds": 1.5, "test_seconds": 0.1},
             }
         )
+        if detect:
+            per_class = {name: accuracy - 0.1 * i for i, name in enumerate(classes)}
+            records[-1] |= {"mAP": accuracy, "AP50": accuracy + 0.02, "AP75": accuracy - 0.3, "per_class_AP": per_class}
+            records[-1] |= {"test_loss": None, "train_accuracy": 0.0}
         if in_int8:
             layers = {
                 name: {role: numerics(epoch, i) for role in ("grad_output", "weight")} for i, name in enumerate(LAYERS[1:])
@@ -63,7 +74,27 @@ def member(
     elif done == epochs:
         records.append({"kind": "end", "epochs": epochs, "step": 23 * epochs, "state_sha256": "0" * 64})
     write_lines(folder / "metrics.jsonl", records)
+    if detect and done:
+        (folder / "detections.json").write_text(json.dumps(detections(seed, done, classes)), encoding="utf-8")
+    if detect:
+        return
     write_lines(folder / "histograms.jsonl", [picture(e, i) for e in range(done) for i in range(len(LAYERS))])
+
+
+def detections(seed: int, epochs: int, classes: tuple[str, ...]) -> dict[str, Any]:
+    """Two images with two objects each; on the first one is found and one box is wrong, on the second one is unsure."""
+    truth = [{"label": 1, "box": [4, 5, 24, 25], "crowd": False}, {"label": 2, "box": [40, 10, 60, 40], "crowd": False}]
+    first = [{"label": 1, "score": 0.95, "box": [5, 5, 24, 25]}, {"label": 1, "score": 0.6, "box": [40, 10, 60, 40]}]
+    second = [{"label": 2, "score": 0.35, "box": [41, 11, 60, 40]}]
+    drawn = io.BytesIO()
+    Image.new("RGB", (72, 48), (120, 140, 90 + seed)).save(drawn, "JPEG")
+    image = {"width": 72, "height": 48, "jpeg": base64.b64encode(drawn.getvalue()).decode(), "truth": truth}
+    falling = [[round(max(0.0, 1 - r / 80 - 0.1 * i), 4) for r in range(101)] for i in range(len(classes))]
+    return {
+        **{"format": 1, "epochs": epochs, "classes": list(classes), "least_score": 0.1},
+        "images": [{"name": "a.jpg", **image, "found": first}, {"name": "b.jpg", **image, "found": second}],
+        "precision": {"50": falling, "50-95": [[value / 2 for value in own] for own in falling]},
+    }
 
 
 def numerics(epoch: int, layer: int) -> dict[str, Any]:

@@ -47,6 +47,9 @@ def test_a_tiny_run_ends_to_end(tmp_path: Path) -> None:
     epoch = next(record for record in records if record["kind"] == "epoch")
     assert epoch["mAP"] == epoch["test_accuracy"] and set(epoch["per_class_AP"]) == {"disc", "square"}
     assert records[0]["saved_bytes"] > 0 and records[-1]["kind"] == "end"
+    assert records[0]["backbone"] == "resnet18" and records[0]["class_names"] == ["disc", "square"]
+    assert json.loads((member / "detections.json").read_bytes())["epochs"] == 1
+    assert 'id="detections"' in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["score"] == "mAP" and summary["finished"] and {"mAP", "AP50", "AP75"} <= summary["rows"][0].keys()
     again = command("train", "--resume", "run", cwd=tmp_path)
@@ -139,5 +142,6 @@ def test_stopped_and_resumed_it_ends_in_the_same_bits(tmp_path: Path) -> None:
                 run.train(config, member, images, stop, stop)
         never = StopsAfter(-1)
         run.train(config, member, images, never, never)
-        states.append(read_lines(member.folder / "metrics.jsonl")[-1]["state_sha256"])
+        last = read_lines(member.folder / "metrics.jsonl")[-1]
+        states.append((last["state_sha256"], (member.folder / "detections.json").read_bytes()))
     assert states[0] == states[1]

@@ -22,6 +22,7 @@ def build(group: Group) -> dict[str, str]:
         "deviation": _deviation(group),
         "learning_rate": _learning_rate(group),
         "clip": _clip(group),
+        **({"precision": _precision(group)} if "detection" in group else {}),
     }
 
 
@@ -55,14 +56,15 @@ def _accuracy(group: Group) -> str:
             return " and ".join([parts[0], *(part.replace(" ends", "", 1) for part in parts[1:])])
         low, high = (pick(compared, key=lambda row: row["difference"]) for pick in (min, max))
         return (
-            f"In accuracy int8 ends {signed(low['difference'])} points ({low['recipe']}) to "
+            f"In {group.get('score', 'accuracy')} int8 ends {signed(low['difference'])} points ({low['recipe']}) to "
             f"{signed(high['difference'])} points ({high['recipe']}) from float32"
         )
     known = [row for row in rows if row["accuracy"] is not None]
     if not known:
         return "No member has finished an epoch yet"
     best = max(known, key=lambda row: row["accuracy"])
-    return f"{best['recipe']} is at {best['accuracy']:.2%}" + ("" if len(rows) == 1 else ", the best of those here")
+    score = f" {group['score']}" if "score" in group else ""
+    return f"{best['recipe']} is at {best['accuracy']:.2%}{score}" + ("" if len(rows) == 1 else ", the best of those here")
 
 
 def _curves(group: Group) -> str:
@@ -75,7 +77,7 @@ def _curves(group: Group) -> str:
             if apart:
                 gaps.append((statistics.fmean(apart), recipe["name"]))
     if not gaps:
-        return "Loss and accuracy, epoch by epoch"
+        return f"Loss and {group.get('score', 'accuracy')}, epoch by epoch"
     gap, name = max(gaps)
     if len(gaps) == 1:
         return f"Epoch by epoch, {name} lies {100 * gap:.2f} points from float32 on average"
@@ -127,3 +129,16 @@ def _clip(group: Group) -> str:
     ratio = statistics.median(ratios)
     how = f"{1 / ratio:.3g} times smaller" if ratio < 1 else f"{ratio:.3g} times larger"
     return f"Clips follow the gradients: from the first epoch to the last they become {how} (median layer)"
+
+
+def _precision(group: Group) -> str:
+    known = [(own[0], name) for name, own in zip(group["detection"]["recipes"], _measure(group, "AP50"), strict=True) if own]
+    if not known:
+        return "Precision and recall"
+    parts = [f"{100 * value:.2f} % in {name}" for value, name in known]
+    return "At an overlap of 50 % the average precision is " + " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def _measure(group: Group, name: str) -> list[Any]:
+    """recipe by recipe: (mean, spread) or None."""
+    return next((row["recipes"] for row in group["detection"]["scores"] if row["name"] == name), [])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from byteback.report_page import findings, pictures
+from byteback.report_page import detections, findings, pictures
 from byteback.report_page.numbers import mean, short, spaced
 from byteback.report_page.runs import Record, RunMember
 from byteback.train import results
@@ -18,9 +18,11 @@ from byteback.train.variants import FLOAT
 
 COLUMNS = 60
 CURVES = ("test_accuracy", "train_accuracy", "test_loss", "train_loss")
+DETECTION_CURVES = (*CURVES, "AP50")
 NUMBERS = ("deviation", "learning_rate_factor", "clip", "saturated", "gaussian_share")
 ROLES = ("grad_output", "grad_output_for_weight", "input", "weight")
-_SAME = ("model", "image_size", "epochs", "batch_size", "train_images", "test_images")
+_SAME = ("model", "backbone", "image_size", "epochs", "batch_size", "train_images", "test_images")
+_FACTS = (*_SAME, "classes", "channels", "steps_per_epoch", "parameters", "threads", "path")
 
 
 def build(members: Sequence[RunMember]) -> list[dict[str, Any]]:
@@ -47,10 +49,16 @@ def build(members: Sequence[RunMember]) -> list[dict[str, Any]]:
 
 def _label(start: Record, others: Sequence[Record]) -> str:
     """The network's name, and what sets it apart from its namesakes."""
-    namesakes = [other for other in others if other["model"] == start["model"]]
+    namesakes = [other for other in others if network(other) == network(start)]
     units = {"epochs": "{} epochs", "batch_size": "batch {}", "image_size": "{} pixels", "train_images": "{} images"}
     apart = [unit.format(start.get(key)) for key, unit in units.items() if len({other.get(key) for other in namesakes}) > 1]
-    return ", ".join([str(start["model"]), *apart])
+    return ", ".join([network(start), *apart])
+
+
+def network(start: Record) -> str:
+    """The network's name; a detector's with its backbone, which may be another than the one in its name."""
+    model, backbone = str(start["model"]), str(start.get("backbone") or "")
+    return model if backbone in model else f"{model} with {backbone}"
 
 
 def _group(label: str, members: Sequence[RunMember]) -> dict[str, Any]:
@@ -76,13 +84,16 @@ def _group(label: str, members: Sequence[RunMember]) -> dict[str, Any]:
     group = {
         "label": label,
         "data": start["data"],
-        "facts": {
-            key: start.get(key) for key in (*_SAME, "classes", "channels", "steps_per_epoch", "parameters", "threads", "path")
-        },
+        "facts": {"network": network(start), **{key: start.get(key) for key in _FACTS}},
         "recipes": recipes,
         "unfinished": [_progress(r, start) for r in found if r["state"] not in ("finished", "diverged")],
         "diverged": [f"{r['recipe']} seed {r['seed']} in epoch {r['epochs'] + 1}" for r in found if r["state"] == "diverged"],
     }
+    if any(member.detects for member in members):
+        group["score"] = "mAP"  # what a detector is judged by, instead of accuracy
+        seen = detections.build(members, names)
+        if seen is not None:
+            group["detection"] = seen
     group["findings"] = findings.build(group)
     return group
 
@@ -111,7 +122,7 @@ def _curves(member: RunMember) -> dict[str, Any]:
         return {"epoch": [], "begun": begun}
     return {
         "epoch": [record["epoch"] + 1 for record in epochs],
-        **{name: [short(record.get(name)) for record in epochs] for name in CURVES},
+        **{name: [short(record.get(name)) for record in epochs] for name in _names(member)},
     }
 
 
@@ -122,8 +133,12 @@ def _mean_curves(members: Sequence[RunMember]) -> dict[str, Any]:
     length = min(len(curve) for curve in curves)
     return {
         "epoch": [record["epoch"] + 1 for record in curves[0][:length]],
-        **{name: [mean([curve[i].get(name) for curve in curves]) for i in range(length)] for name in CURVES},
+        **{name: [mean([curve[i].get(name) for curve in curves]) for i in range(length)] for name in _names(members[0])},
     }
+
+
+def _names(member: RunMember) -> tuple[str, ...]:
+    return DETECTION_CURVES if member.detects else CURVES
 
 
 def _numerics(members: Sequence[RunMember]) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from byteback import __version__
@@ -18,6 +19,7 @@ from byteback.report_page.findings import signed
 from byteback.train.variants import FLOAT
 
 SCRIPTS = ("draw.js", "read.js", "charts.js", "curves.js", "gradients.js", "page.js")
+DETECTION_SCRIPTS = ("draw.js", "read.js", "charts.js", "curves.js", "gradients.js", "boxes.js", "precision.js", "page.js")
 _DASH = "–"
 _COLUMNS = (
     ("recipe", ""),
@@ -36,21 +38,35 @@ _COLUMNS = (
 def build(groups: Sequence[dict[str, Any]], commands: Sequence[str] = ()) -> str:
     """The page."""
     static = resources.files("byteback.report_page") / "static"
-    data = groups[0]["data"]
-    networks = list(dict.fromkeys(str(group["facts"]["model"]) for group in groups))
-    title = f"{', '.join(networks)} on {data}"
+    networks = list(dict.fromkeys(str(group["facts"]["network"]) for group in groups))
+    title = f"{', '.join(networks)} on {_data(groups[0])}"
+    detection = any("detection" in group for group in groups)
+    scripts = DETECTION_SCRIPTS if detection else SCRIPTS
     parts = {
         "TITLE": escape(title),
         "STYLE": (static / "style.css").read_text(encoding="utf-8"),
+        "LINKS": '<a href="#detections">Detections</a> <a href="#precision">Precision and recall</a>\n' if detection else "",
+        "DETECTIONS": _detections(groups) if detection else "",
         "TABLES": "\n".join(_table(group, i, len(groups) > 1) for i, group in enumerate(groups)),
         "COMMANDS": "".join(f"<pre><code>{escape(command)}</code></pre>" for command in commands),
         "VERSION": escape(__version__),
         "DATA": _embedded({"title": title, "groups": groups}),
-        "SCRIPT": "\n".join((static / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "SCRIPT": "\n".join((static / name).read_text(encoding="utf-8") for name in scripts),
     }
-    page = (static / "page.html").read_text(encoding="utf-8")
-    head, *pieces = page.split("{{")  # one pass, so that nothing inside a part is ever replaced
+    return _filled("page.html", parts)
+
+
+def _filled(name: str, parts: dict[str, str]) -> str:
+    """A template of static/ with its parts; in one pass, so that nothing inside a part is ever replaced."""
+    text = (resources.files("byteback.report_page") / "static" / name).read_text(encoding="utf-8")
+    head, *pieces = text.split("{{")
     return head + "".join(parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces))
+
+
+def _data(group: dict[str, Any]) -> str:
+    """The data set's name; of boxes in a folder, which is voc:PATH or coco:PATH, the folder's alone."""
+    kind, _, path = str(group["data"]).partition(":")
+    return Path(path).name or kind if "score" in group and path else str(group["data"])
 
 
 def _embedded(value: Any) -> str:
@@ -60,7 +76,7 @@ def _embedded(value: Any) -> str:
 
 
 def _table(group: dict[str, Any], number: int, several: bool) -> str:
-    head = "".join(f'<th scope="col" title="{escape(why)}">{escape(name)}</th>' for name, why in _COLUMNS)
+    head = "".join(f'<th scope="col" title="{escape(why)}">{escape(name)}</th>' for name, why in _columns(group))
     rows = "\n".join(_row(recipe, group) for recipe in group["recipes"])
     caption = f"<caption>{escape(group['label'])}</caption>" if several else ""
     notes = [f"still going: {', '.join(group['unfinished'])}"] if group["unfinished"] else []
@@ -75,8 +91,8 @@ def _table(group: dict[str, Any], number: int, several: bool) -> str:
 def _row(recipe: dict[str, Any], group: dict[str, Any]) -> str:
     row, name = recipe["row"], escape(recipe["name"])
     first = f'<th scope="row">{name}</th>'
-    labels = [label for label, _ in _COLUMNS[1:]]
-    cells = _cells(row, group["facts"]["epochs"]) if row else [_DASH] * len(labels)
+    labels = [label for label, _ in _columns(group)[1:]]
+    cells = _cells(row, group) if row else [_DASH] * len(labels)
     if row and not row["seeds"]:
         cells = [f"0 of {len(row['diverged'])}", "diverged", *[_DASH] * (len(labels) - 2)]
     own = ' class="float"' if recipe["name"] == FLOAT else ""
@@ -84,10 +100,21 @@ def _row(recipe: dict[str, Any], group: dict[str, Any]) -> str:
     return f"<tr{own}>{first}{body}</tr>"
 
 
-def _cells(row: dict[str, Any], epochs: int) -> list[str]:
+def _columns(group: dict[str, Any]) -> list[tuple[str, str]]:
+    """Name and meaning; detectors have another score, and no loss in their test."""
+    if "score" not in group:
+        return list(_COLUMNS)
+    score = (
+        group["score"],
+        "Mean average precision of COCO on the test images after the last epoch: mean ± standard deviation",
+    )
+    return [score if name == "accuracy" else (name, why) for name, why in _COLUMNS if name != "test loss"]
+
+
+def _cells(row: dict[str, Any], group: dict[str, Any]) -> list[str]:
     seeds = str(len(row["seeds"])) + (f" ({len(row['diverged'])} diverged)" if row["diverged"] else "")
     if "epochs_so_far" in row:
-        seeds += f", epoch {row['epochs_so_far']} of {epochs}"
+        seeds += f", epoch {row['epochs_so_far']} of {group['facts']['epochs']}"
     difference = _DASH if row["difference"] is None else signed(row["difference"])
     saved = _DASH if row["saved_bytes"] is None else f"{row['saved_bytes'] / 2**20:.1f} MB"
     return [
@@ -95,12 +122,39 @@ def _cells(row: dict[str, Any], epochs: int) -> list[str]:
         _number(row["accuracy"], "{:.2f} %", 100) + _number(row["accuracy_spread"], " ± {:.2f}", 100, ""),
         difference + _number(row["difference_error"], " ± {:.2f}", 100, ""),
         _number(row["train_loss"], "{:.4f}"),
-        _number(row["test_loss"], "{:.4f}"),
+        *([] if "score" in group else [_number(row["test_loss"], "{:.4f}")]),
         _number(row["images_per_second"], "{:,.0f}"),
         _number(row["ratio_to_float32"], "{:.2f}x"),
         saved + _number(row["saved_ratio"], " ({:.2f}x)", 1, ""),
         _number(row["data_wait"], "{:.1f} %", 100),
     ]
+
+
+def _detections(groups: Sequence[dict[str, Any]]) -> str:
+    """The sections about boxes; their table is HTML, too."""
+    tables = [_scores(group, i, len(groups) > 1) for i, group in enumerate(groups) if "detection" in group]
+    return _filled("detections.html", {"SCORES": "\n".join(tables)})
+
+
+def _scores(group: dict[str, Any], number: int, several: bool) -> str:
+    """A row for each score and class, a column for each recipe: eighty classes are fine."""
+    names = [escape(name) for name in group["detection"]["recipes"]]
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    rows = []
+    for row in group["detection"]["scores"]:
+        label = f"AP of {escape(row['name'])}" if row.get("class") else f"<b>{row['name']}</b>"
+        shown = [
+            _DASH if own is None else f"{100 * own[0]:.2f} %" + _number(own[1], " ± {:.2f}", 100, "") for own in row["recipes"]
+        ]
+        cells = "".join(f'<td data-label="{name}">{cell}</td>' for name, cell in zip(names, shown, strict=True))
+        rows.append(f'<tr><th scope="row">{label}</th>{cells}</tr>')
+    caption = f"<caption>{escape(group['label'])}</caption>" if several else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Average precision: {escape(group["label"])}">'
+        f'<table data-scores="{number}">{caption}<thead><tr><th scope="col">average precision</th>{head}</tr></thead>\n'
+        + "\n".join(["<tbody>", *rows])
+        + "\n</tbody></table></div>"
+    )
 
 
 def _number(value: float | None, shape: str, times: float = 1.0, absent: str = _DASH) -> str:

@@ -51,6 +51,11 @@ class RunMember:
         path = self.folder / HISTOGRAMS
         return read_journal(path) if path.exists() else []
 
+    @property
+    def detects(self) -> bool:
+        """Whether it is a detector; runs of before the first record said so have its scores."""
+        return self.start.get("task") == "detect" or any("mAP" in record for record in self.of_kind("epoch"))
+
 
 def read_run(run: Path) -> tuple[list[RunMember], list[str]]:
     """The members of a run's folder, and a sentence for each that has nothing to show yet."""

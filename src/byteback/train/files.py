@@ -37,6 +37,11 @@ def replace(path: Path, data: bytes) -> None:
         ) from error
 
 
+def replace_json(path: Path, value: Any) -> None:
+    """The same with a value that JSON can say."""
+    replace(path, json.dumps(_plain(value), allow_nan=False, separators=(",", ":")).encode())
+
+
 def _sync_folder(folder: Path) -> None:
     """A rename is only safe on the disk once its folder is."""
     handle = os.open(folder, os.O_RDONLY)

@@ -4,13 +4,13 @@
 const BOTTOM = 38; // room for the ticks and the name of the x axis
 
 /** Axes with ticks; returns {x, y, area}. Room on the left follows the widest label. */
-function axes(svg, width, height, { xs, ys, xName, xTicks, yTicks, yText, log = false }) {
+function axes(svg, width, height, { xs, ys, xName, xTicks, xText = number, yTicks, yText, log = false, room = 10 }) {
     const left =
         widest(
             svg,
             yTicks.map((t) => yText(t)),
         ) + 8;
-    const area = { left, right: width - 10, top: 10, bottom: height - BOTTOM };
+    const area = { left, right: width - room, top: 10, bottom: height - BOTTOM };
     const x = scale(xs, [area.left, area.right]),
         y = scale(ys, [area.bottom, area.top], log);
     for (const t of yTicks) {
@@ -18,21 +18,32 @@ function axes(svg, width, height, { xs, ys, xName, xTicks, yTicks, yText, log = 
         shape(svg, 'text', { x: area.left - 6, y: y(t) + 4, 'text-anchor': 'end' }, yText(t));
     }
     shape(svg, 'line', { class: 'axis-line', x1: area.left, x2: area.right, y1: area.bottom, y2: area.bottom });
-    for (const t of xTicks) shape(svg, 'text', { x: x(t), y: area.bottom + 16, 'text-anchor': 'middle' }, number(t));
+    for (const t of xTicks) shape(svg, 'text', { x: x(t), y: area.bottom + 16, 'text-anchor': 'middle' }, xText(t));
     shape(svg, 'text', { x: (area.left + area.right) / 2, y: height - 4, 'text-anchor': 'middle' }, xName);
     return { x, y, area };
 }
 
+const EPOCHS = {
+    name: 'epochs trained',
+    ticks: (xs, width) => wholeTicks(...xs, width < 420 ? 5 : 8),
+    text: (e) => number(e),
+    head: (e) => `epoch ${number(e)}`,
+};
+
 /**
  * series: {name, color, dash, faint, xs, ys}; the strong ones are read at each x, the faint ones are only drawn. `log` asks for
- * a logarithmic axis, where the values span enough for it; `zero` marks the line of zero.
+ * a logarithmic axis, where the values span enough for it; `zero` marks the line of zero; `x` says what the x axis is, and
+ * `range` sets that of y.
  */
-function lineChart(holder, { title, note, series, text = number, log = false, zero = false, kind = 'lines', most = 8 }) {
+function lineChart(
+    holder,
+    { title, note, series, text = number, log = false, zero = false, kind = 'lines', most = 8, x: along = EPOCHS, range = null },
+) {
     const strong = series.filter((s) => !s.faint);
     const all = series.flatMap((s) => s.ys).filter((v) => v !== null);
-    let [low, high] = extent(zero ? [0, ...all] : all);
+    let [low, high] = range ?? extent(zero ? [0, ...all] : all);
     log = log && low > 0 && high / low > 20;
-    if (!log) {
+    if (!log && !range) {
         const margin = (high - low || Math.abs(high) || 1) * 0.06;
         low -= margin;
         high += margin;
@@ -45,8 +56,10 @@ function lineChart(holder, { title, note, series, text = number, log = false, ze
             xs,
             ys: [low, high],
             log,
-            xName: 'epochs trained',
-            xTicks: wholeTicks(...xs, width < 420 ? 5 : 8),
+            xName: along.name,
+            xTicks: along.ticks(xs, width),
+            xText: along.text,
+            room: along.room,
             yTicks: log ? logTicks(low, high) : ticks(low, high),
             yText: text,
         });
@@ -80,7 +93,7 @@ function lineChart(holder, { title, note, series, text = number, log = false, ze
             const left = rows.length - shown.length;
             const lines = shown.map((r) => ({ ...r, value: text(r.raw, 4) }));
             if (left) lines.splice(most / 2, 0, { name: `… ${left} more`, value: '' });
-            return { x: x(e), y: area.top, tip: { head: `epoch ${number(e)}`, rows: lines } };
+            return { x: x(e), y: area.top, tip: { head: along.head(e), rows: lines } };
         });
         readable(svg, stops, [1, 0], area);
         return height;

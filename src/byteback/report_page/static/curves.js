@@ -17,6 +17,13 @@ function curves() {
         lineChart(holder, { title, note, series, text, log: key.endsWith('loss') });
     };
     const share = (v, digits) => percent(v, digits ? 2 : Math.abs(v * 100 - Math.round(v * 100)) > 0.01 ? 1 : 0);
+    if (group.score) {
+        const note = 'mean over classes and over overlaps of 50 to 95 %';
+        chart('test_accuracy', `Test ${group.score}`, note, share);
+        differences(holder);
+        chart('AP50', 'Test AP50', 'mean over classes, overlap of 50 %', share);
+        return chart('train_loss', 'Training loss', 'mean of the epoch', number);
+    }
     chart('test_accuracy', 'Test accuracy', 'share of the test images', share);
     const compared = differences(holder);
     chart('test_loss', 'Test loss', 'cross-entropy', number);
@@ -71,7 +78,7 @@ function differences(holder) {
     }
     if (!series.some((s) => s.xs.length)) return false;
     lineChart(holder, {
-        title: 'Test accuracy above or below float32',
+        title: `Test ${group.score ?? 'accuracy'} above or below float32`,
         note: `points, same seed; from epoch ${from} on`,
         series,
         zero: true,

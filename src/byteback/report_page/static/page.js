@@ -30,16 +30,17 @@ function facts() {
     const f = group.facts,
         n = (v) => Number(v).toLocaleString('en-US');
     const seeds = new Set(group.recipes.flatMap((r) => r.seeds.map((s) => s.seed))).size;
+    const size = group.score ? `of about ${f.image_size} pixels` : `of ${f.image_size}×${f.image_size} pixels`;
     get('facts').textContent = [
-        `${f.model}, ${n(f.parameters)} parameters`,
-        `${n(f.train_images)} images of ${f.image_size}×${f.image_size} pixels, ${n(f.test_images)} for the test`,
+        `${f.network}, ${n(f.parameters)} parameters`,
+        `${n(f.train_images)} images ${size}, ${n(f.test_images)} for the test`,
         `${f.epochs} epochs, batch size ${f.batch_size}`,
         `${group.recipes.length} recipes, ${seeds} ${seeds === 1 ? 'seed' : 'seeds'}`,
         `${f.threads} threads, kernels ${f.path}`,
     ].join(' · ');
     for (const title of document.querySelectorAll('[data-finding]')) {
         const of = page.groups.length > 1 && title.dataset.finding === 'accuracy' ? `${group.label}: ` : '';
-        title.textContent = of + group.findings[title.dataset.finding];
+        title.textContent = of + (group.findings[title.dataset.finding] ?? title.textContent);
     }
 }
 
@@ -150,7 +151,8 @@ function pictures() {
     const recipe = there.find((r) => r.name === get('picture-recipe').value) ?? there[0];
     if (!recipe) {
         holder.replaceChildren();
-        return element(holder, 'p', {}, 'These runs took no histograms (--histogram-every 0).');
+        const why = group.score ? 'Of detectors no histograms are taken.' : 'These runs took no histograms (--histogram-every 0).';
+        return element(holder, 'p', {}, why);
     }
     const names = recipe.pictures.layers.map((l) => l.name),
         before = get('picture-layer').value;
@@ -182,8 +184,11 @@ function show(index) {
         there.map((r) => [r.name, r.name]),
         get('picture-recipe').value || there.find((r) => !r.float)?.name,
     );
+    for (const node of [get('gradients'), document.querySelector('nav [href="#gradients"]')])
+        node.hidden = Boolean(group.score) && !there.length; // detectors take no histograms
     facts();
     legend();
+    if (get('detections')) detections();
     curves();
     speed();
     numerics();

@@ -13,6 +13,16 @@ from torch import Tensor
 
 from byteback.train.detect.annotations import Picture, Split
 
+_RECALLS = 101  # of COCO's curves
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Precision at recalls of 0, 0.01, ..., 1, class by class: [classes][101]; -1 for a class without objects."""
+
+    at_50: Any  # for overlaps (intersection over union) of 50 %
+    mean: Any  # the mean over overlaps of 50 to 95 %
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -22,6 +32,7 @@ class Scores:
     AP50: float
     AP75: float
     per_class: dict[str, float]
+    curves: Curves | None = None
 
     def record(self) -> dict[str, Any]:
         """As metrics.jsonl has it."""
@@ -38,18 +49,21 @@ def score(split: Split, detections: dict[int, dict[str, Tensor]]) -> Scores:
         rows = [row for index, found in detections.items() for row in _rows(index, found)]
         guesses = truth.loadRes(np.asarray(rows)) if rows else None
         if guesses is None:
-            return Scores(0.0, 0.0, 0.0, dict.fromkeys(split.classes, 0.0))
+            nothing = np.zeros((len(split.classes), _RECALLS))
+            return Scores(0.0, 0.0, 0.0, dict.fromkeys(split.classes, 0.0), Curves(nothing, nothing))
         run = COCOeval(truth, guesses, "bbox")
         run.evaluate()
         run.accumulate()
     # precision: [overlaps, recalls, classes, sizes of objects, numbers of detections]; -1 where there is nothing to find
     precision = run.eval["precision"][:, :, :, 0, -1]
     overlaps = np.round(100 * run.params.iouThrs).astype(int).tolist()
+    at_50 = precision[overlaps.index(50)]
     return Scores(
         _mean(precision),
-        _mean(precision[overlaps.index(50)]),
+        _mean(at_50),
         _mean(precision[overlaps.index(75)]),
         {name: _mean(precision[:, :, number]) for number, name in enumerate(split.classes)},
+        Curves(at_50.T, precision.mean(axis=0).T),  # a class has objects for every overlap or for none
     )
 
 

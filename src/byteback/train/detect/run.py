@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from byteback.recipes import Recipe
 from byteback.train.config import TrainConfig
 from byteback.train.data import Data
 from byteback.train.detect import metrics, networks, source
+from byteback.train.detect.showcase import Showcase
 from byteback.train.detect.source import DetectData
 from byteback.train.interrupt import Stop
 from byteback.train.loop import Listener, Member, Run
@@ -50,6 +52,16 @@ class DetectRun(Run):
 
     data: DetectData
 
+    @cached_property
+    def showcase(self) -> Showcase:
+        """The images that detections are shown on."""
+        assert self.data.test_split is not None
+        return Showcase(self.data.test_split)
+
+    def _start(self) -> dict[str, Any]:
+        own = {"task": "detect", "backbone": self.config.backbone or networks.default_backbone(self.model_name)}
+        return {**super()._start(), **own, "class_names": list(self.data.names)}
+
     def _build(self) -> nn.Module:
         return build(self.config, self.member.variant.recipe, self.data.classes)
 
@@ -61,7 +73,10 @@ class DetectRun(Run):
         return total(self.model(images, labels)), 0
 
     def _test(self) -> tuple[float, float, dict[str, Any]]:
-        scores = test(self.model, self.data, self.stop)
+        assert self.data.test_split is not None
+        found = detect(self.model, self.data, self.stop)
+        scores = metrics.score(self.data.test_split, found)
+        self.showcase.write(self.member.folder, self.progress.epoch + 1, found, scores)
         return scores.mAP, float("nan"), scores.record()
 
     def _memory(self, images: Any, labels: Any) -> byteback.MemoryReport:
@@ -76,10 +91,15 @@ def total(losses: dict[str, Tensor]) -> Tensor:
     return torch.stack(list(losses.values())).sum()
 
 
-@torch.no_grad()
-def test(model: nn.Module, data: DetectData, stop: Stop | None = None) -> metrics.Scores:
+def test(model: nn.Module, data: DetectData) -> metrics.Scores:
     """COCO's metrics on the test images."""
     assert data.test_split is not None
+    return metrics.score(data.test_split, detect(model, data))
+
+
+@torch.no_grad()
+def detect(model: nn.Module, data: DetectData, stop: Stop | None = None) -> dict[int, dict[str, Tensor]]:
+    """What is found on the test images, by their index: boxes, labels, scores."""
     model.eval()
     found: dict[int, dict[str, Tensor]] = {}
     for images, targets in data.test.batches(torch.arange(len(data.test)).split(_TEST_BATCH), 0, 0):
@@ -87,7 +107,7 @@ def test(model: nn.Module, data: DetectData, stop: Stop | None = None) -> metric
             found[int(target["index"])] = detections
         if stop is not None:
             stop.check()
-    return metrics.score(data.test_split, found)
+    return found
 
 
 def evaluate(contents: dict[str, Any], asked: dict[str, Any], data_name: str, in_float: bool, workers: int) -> float:

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""detections.json: what a member finds on a few test images, and its precision by recall. `byteback report` shows both.
+
+It is made from what the test has found anyway, so training does not notice. It is written after every test, whole or not at
+all, and is therefore of the last epoch in the end, as the table is; a run that is stopped and resumed writes the same again.
+The images are in it, small, so that a page can be made where the data set is not.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from byteback.train import files
+from byteback.train.detect.annotations import Picture, Split
+from byteback.train.detect.metrics import Scores
+
+NAME = "detections.json"
+FORMAT = 1
+IMAGES = 6
+LEAST_SCORE = 0.1  # detectors guess a hundred boxes below this
+_MOST = 100  # boxes of an image
+_SIDE = 420  # pixels of the longer side: sharp enough for a quarter of a page
+_QUALITY = 82  # of JPEG
+
+
+class Showcase:
+    """The images of a test split that are shown: the same for every member, whatever its recipe and its seed."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+        self.chosen = chosen(split.pictures)
+        self.images: list[dict[str, Any]] | None = None
+
+    def write(self, folder: Path, epochs: int, found: dict[int, dict[str, Tensor]], scores: Scores) -> None:
+        """Writes the file of a member that has trained for so many epochs."""
+        assert scores.curves is not None
+        if self.images is None:
+            self.images = [_described(self.split.pictures[index]) for index in self.chosen]
+        record = {
+            **{"format": FORMAT, "epochs": epochs, "classes": self.split.classes, "least_score": LEAST_SCORE},
+            "images": [{**image, "found": _above(found[index])} for index, image in zip(self.chosen, self.images, strict=True)],
+            "precision": {"50": _curves(scores.curves.at_50), "50-95": _curves(scores.curves.mean)},
+        }
+        files.replace_json(folder / NAME, record)
+
+
+def chosen(pictures: list[Picture]) -> list[int]:
+    """Evenly spaced among the images that have objects.
+
+    >>> chosen([Picture(Path("x"), 8, 8, [(0, 0, 4, 4)] * (number % 2)) for number in range(40)])
+    [1, 9, 17, 23, 31, 39]
+    """
+    having = [index for index, picture in enumerate(pictures) if picture.boxes] or list(range(len(pictures)))
+    if len(having) <= IMAGES:
+        return having
+    return [having[round(i * (len(having) - 1) / (IMAGES - 1))] for i in range(IMAGES)]
+
+
+def _described(picture: Picture) -> dict[str, Any]:
+    from PIL import Image
+
+    with Image.open(picture.path) as file:
+        small = file.convert("RGB")
+    small.thumbnail((_SIDE, _SIDE))
+    written = io.BytesIO()
+    small.save(written, "JPEG", quality=_QUALITY)
+    truth = zip(picture.labels, picture.boxes, picture.crowd, strict=True)
+    return {
+        **{"name": picture.path.name.encode("utf-8", "replace").decode(), "width": picture.width, "height": picture.height},
+        "jpeg": base64.b64encode(written.getvalue()).decode(),
+        "truth": [{"label": label, "box": _pixels(box), "crowd": crowd} for label, box, crowd in truth],
+    }
+
+
+def _above(found: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """The surest boxes first."""
+    rows = zip(found["scores"].tolist(), found["labels"].tolist(), found["boxes"].tolist(), strict=True)
+    sure = sorted((row for row in rows if row[0] >= LEAST_SCORE and all(map(math.isfinite, row[2]))), key=lambda row: -row[0])
+    return [{"label": label, "score": round(score, 4), "box": _pixels(box)} for score, label, box in sure[:_MOST]]
+
+
+def _pixels(box: Any) -> list[float]:
+    return [round(value, 1) for value in box]
+
+
+def _curves(precision: Any) -> list[list[float] | None]:
+    """Class by class; None for a class without objects."""
+    return [[round(value, 4) for value in own] if min(own) >= 0 else None for own in precision.tolist()]
