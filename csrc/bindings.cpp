@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// With bindings_norm.cpp and bindings_detect.cpp the only file that knows Python. Tensors come as raw addresses (checked on the
+// With the other bindings_*.cpp the only file that knows Python. Tensors come as raw addresses (checked on the
 // Python side, ops/schema.py), shapes as plain integers, and the interpreter's lock is released while a kernel runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
@@ -11,6 +11,7 @@
 #include <string>
 #include <tuple>
 
+#include "bindings_pool.h"
 #include "conv.h"
 #include "generic.h"
 #include "ledger.h"
@@ -27,6 +28,7 @@ using namespace byteback;
 
 void bind_norm(nb::module_&);    // bindings_norm.cpp
 void bind_detect(nb::module_&);  // bindings_detect.cpp
+void bind_pool(nb::module_&);    // bindings_pool.cpp
 
 namespace {
 
@@ -37,6 +39,8 @@ template <class T>
 T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
+
+Address address(const Lent& lent) { return reinterpret_cast<Address>(lent.memory); }
 
 Rows rows_of(const RowNumbers& n) { return {n[0], n[1], n[2], n[3], n[4], n[5]}; }
 
@@ -107,15 +111,24 @@ void absmax(int path, const RowNumbers& rows, Address x, Address result, int axi
     find_absmax(path, rows_of(rows), at<const f32>(x), at<f32>(result), axis, threads);
 }
 
-// absmax, then quantize with that clip: what most tensors need, in one call.
-void quantize_max(int path, const RowNumbers& numbers, Address x, int axis, Address key, Address q, Address scale, Address clip,
-                  Address counts, int threads) {
-    nb::gil_scoped_release unlocked;
-    const Rows rows = rows_of(numbers);
-    find_absmax(path, rows, at<const f32>(x), at<f32>(clip), axis, threads);
-    const PerScale clips{at<const f32>(clip), axis == 0 ? 1 : 0, axis == 1 ? 1 : 0};
-    const s64 count = axis == 0 ? rows.outer : axis == 1 ? rows.channels : 1;
-    Quantize{clips, count, key, q, scale, counts, 0}.run(path, rows, at<const f32>(x), threads);
+// absmax, then quantize with that clip: what most tensors need, in one call. Makes its results itself, as capsules: values,
+// scale, clip, counts. Four tensors by PyTorch's own functions would cost more than a weight's quantization.
+nb::tuple quantize_max(int path, const RowNumbers& numbers, Address x, int axis, Address key, nb::handle size, nb::handle strides,
+                       nb::handle clip_size, nb::handle clip_strides, s64 limit, int threads) {
+    static const nb::tuple& two = *new nb::tuple(nb::make_tuple(2));  // never destroyed: Python may be gone by then
+    static const nb::tuple& one = *new nb::tuple(nb::make_tuple(1));
+    const Lent values = lend_tensor(size, strides, kInt8, limit), scale = lend_tensor(clip_size, clip_strides, kFloat32, limit);
+    const Lent clip = lend_tensor(clip_size, clip_strides, kFloat32, limit), counts = lend_tensor(two, one, kInt64, limit);
+    {
+        nb::gil_scoped_release unlocked;
+        const Rows rows = rows_of(numbers);
+        f32* peaks = static_cast<f32*>(clip.memory);
+        find_absmax(path, rows, at<const f32>(x), peaks, axis, threads);
+        const PerScale clips{peaks, axis == 0 ? 1 : 0, axis == 1 ? 1 : 0};
+        const s64 count = axis == 0 ? rows.outer : axis == 1 ? rows.channels : 1;
+        Quantize{clips, count, key, address(values), address(scale), address(counts), 0}.run(path, rows, at<const f32>(x), threads);
+    }
+    return nb::make_tuple(values.capsule, scale.capsule, clip.capsule, counts.capsule);
 }
 
 // Matrices of elements of 1 or 4 bytes.
@@ -197,4 +210,5 @@ NB_MODULE(_native, m) {
     m.def("write_ledger", &put_in_ledger);
     bind_norm(m);
     bind_detect(m);
+    bind_pool(m);
 }

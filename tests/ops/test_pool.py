@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from byteback.ops import pool
+from byteback.ops import native, pool
 
 SIZE = (1 << 20, (1,))
+pytestmark = pytest.mark.skipif(native.library is None, reason="without the native library nothing is pooled")
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +141,31 @@ def test_a_forked_child_writes_to_memory_of_its_own() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert (x == 1.0).all()
+
+
+def test_a_capsule_that_becomes_no_tensor_gives_its_block_back() -> None:
+    library = native.library
+    assert library is not None
+    before = pool.held()
+    capsule = library.pool_lend((1 << 20,), (1,), 2, 32, pool.limit)
+    assert pool.held() == before + (4 << 20)
+    del capsule
+    assert pool.held() == before + (4 << 20) and pool.idle() == 4 << 20
+
+
+def test_a_block_comes_back_from_another_thread() -> None:
+    held = [take()]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert pool.idle() == 4 << 20
+
+
+def test_wrong_sizes_are_refused_and_nothing_is_lost() -> None:
+    library = native.library
+    assert library is not None
+    before = pool.held()
+    for shape, strides in (((4,), (1, 1)), (("a",), (1,)), ((1,) * 9, (1,) * 9), (4, 4)):
+        with pytest.raises((TypeError, ValueError)):
+            library.pool_lend(shape, strides, 2, 32, pool.limit)
+    assert pool.held() == before

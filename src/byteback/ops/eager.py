@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+# Bound once: after a large layer every look-up in PyTorch's modules is a miss of the cache.
+_compiling = torch.compiler.is_compiling
 _keys_of = torch._C._dispatch_keys
 _keys_of_thread = torch._C._dispatch_tls_local_include_set
 _function_mode = torch._C._is_torch_function_mode_enabled
@@ -43,7 +45,7 @@ def is_plain(arguments: tuple[Any, ...]) -> bool:
     (True, False)
     """
     # torch.compile answers the first question while it traces, and never sees the rest.
-    if torch.compiler.is_compiling() or _function_mode() or _profiling():
+    if _compiling() or _function_mode() or _profiling():
         return False
     if _keys_of_thread().raw_repr() not in _PLAIN_THREAD:
         return False

@@ -18,6 +18,10 @@ from torch import Tensor
 from byteback.ops import layout, native, pool
 from byteback.ops.scale_rule import combine_scales
 
+# Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
+_threads = torch.get_num_threads
+_FLOAT32 = torch.float32
+
 
 def _library() -> Any:
     return native.library
@@ -81,6 +85,7 @@ class Plan(NamedTuple):
     b_is_last: bool
     result_is_last: bool
     single: bool  # one scale on either side
+    is_plain: bool  # all of that: nothing is to be done but to multiply
     groups: int
     channels: int  # K
 
@@ -94,15 +99,19 @@ def plan(product: str, size: list[int], a: Tensor, a_scale: Tensor, b: Tensor, b
         "grad_weight": (b.shape, size, a.shape),
     }[product]
     strides = layout.empty_like_product(size, a, b).stride()
+    a_is_last, b_is_last = layout.is_last_dense(a.shape, a.stride()), layout.is_last_dense(b.shape, b.stride())
+    result_is_last = layout.is_last_dense(size, strides)
+    single = a_scale.numel() == 1 and b_scale.numel() == 1
     return Plan(
         product,
         tuple(_shape(*sizes, geometry)),
         tuple(size),
         strides,
-        layout.is_last_dense(a.shape, a.stride()),
-        layout.is_last_dense(b.shape, b.stride()),
-        layout.is_last_dense(size, strides),
-        a_scale.numel() == 1 and b_scale.numel() == 1,
+        a_is_last,
+        b_is_last,
+        result_is_last,
+        single,
+        single and a_is_last and b_is_last and result_is_last,
         geometry[3],
         sizes[1][0],
     )
@@ -126,12 +135,18 @@ def laid_out(
 
 def run(path: int, plan: Plan, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     """The product in the memory format that the plan says."""
-    a, b, addresses, strides, alive = laid_out(path, plan, a, a_scale, b, b_scale)
-    result = pool.empty(plan.size, plan.strides, torch.float32)
-    buffer = result if plan.result_is_last else pool.empty_like(result)
+    result = pool.empty(plan.size, plan.strides, _FLOAT32)
     function = getattr(_library(), _FUNCTIONS[plan.product])
+    if plan.is_plain:
+        scales = a_scale.data_ptr(), b_scale.data_ptr()
+        native.last_kernel = function(
+            path, plan.shape, a.data_ptr(), b.data_ptr(), *scales, 0, 0, result.data_ptr(), _threads()
+        )
+        return result
+    a, b, addresses, strides, alive = laid_out(path, plan, a, a_scale, b, b_scale)
+    buffer = result if plan.result_is_last else pool.empty_like(result)
     native.last_kernel = function(
-        path, plan.shape, a.data_ptr(), b.data_ptr(), *addresses, *strides, buffer.data_ptr(), torch.get_num_threads()
+        path, plan.shape, a.data_ptr(), b.data_ptr(), *addresses, *strides, buffer.data_ptr(), _threads()
     )
     del alive  # the scales, until here
     if buffer is result:
@@ -148,7 +163,7 @@ def matmul_int8(path: int, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
     columns = b.shape[1]
     shape = (rows, depth, columns, 1, *(1,) * 9, *(1, 1, 1), *(0, 0, 0), *(1, 1, 1))
     strides, single = (columns, 1), a_scale.numel() == 1 and b_scale.numel() == 1
-    product = Plan("output", shape, (rows, columns), strides, True, True, True, single, 1, columns)
+    product = Plan("output", shape, (rows, columns), strides, True, True, True, single, single, 1, columns)
     return run(path, product, a.contiguous(), a_scale, b.t().contiguous(), b_scale)
 
 
@@ -209,23 +224,27 @@ def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Te
     return _like(x, dense, values), scale, counts, peak
 
 
-def quantize_max(path: int, x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class QuantizePlan(NamedTuple):
+    """How `quantize_max` treats tensors of a shape, strides and axis: found once, used at every call."""
+
+    is_dense: bool  # in memory as the kernels read it, else it is copied first
+    rows: tuple[int, ...]  # csrc/elementwise.h's Rows
+    layouts: tuple[tuple[int, ...], ...]  # sizes and strides of the integers, then of the clip
+
+
+def quantize_plan(x: Tensor, axis: int) -> QuantizePlan:
+    """The plan for x and an axis of -1, 0 or 1."""
     dense, rows = _rows(x, per_sample=axis == 0)
-    # All by one function of PyTorch's: after a large layer its code has to come back into the cache, and so would another's.
-    values, counts = pool.empty_like(dense, torch.int8), torch.empty_strided((2,), (1,), dtype=torch.int64)
-    clip, scale = _empty_clip(x, axis), _empty_clip(x, axis)
-    _library().quantize_max(
-        path,
-        rows,
-        dense.data_ptr(),
-        axis,
-        0 if key is None else key.contiguous().data_ptr(),
-        values.data_ptr(),
-        scale.data_ptr(),
-        clip.data_ptr(),
-        counts.data_ptr(),
-        torch.get_num_threads(),
-    )
+    layouts = (tuple(dense.shape), dense.stride(), *_clip_layout(x.shape, axis))
+    return QuantizePlan(dense is x, rows, layouts)
+
+
+def quantize_max(path: int, plan: QuantizePlan, x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, ...]:
+    dense = x if plan.is_dense else x.contiguous()
+    key = key if key is None else key.contiguous()
+    noise = 0 if key is None else key.data_ptr()
+    made = _library().quantize_max(path, plan.rows, dense.data_ptr(), axis, noise, *plan.layouts, pool.limit, _threads())
+    values, scale, clip, counts = map(pool.tensor_of, made)
     return _like(x, dense, values), scale, clip, counts
 
 

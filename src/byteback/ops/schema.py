@@ -126,25 +126,26 @@ def _check_grad_output(op: str, g: Tensor, expected: list[int]) -> None:
 # ---- the three products ----------------------------------------------------------------------------------------------
 
 _plans: dict[tuple[Any, ...], native_kernels.Plan] = {}
+_quantize_plans: dict[tuple[Any, ...], native_kernels.QuantizePlan] = {}
 _MOST_PLANS = 4096  # a network has a few hundred; one that sees images of every size would fill the memory
 
 
-def _planned(product: str, check: Callable[[], list[int]], *arguments: Any) -> native_kernels.Plan:
+def _planned(product: str, check: Callable[..., list[int]], arguments: tuple[Any, ...]) -> native_kernels.Plan:
     """The plan of a product, from the memory or made now, after `check` which returns the result's size.
 
     Whether a call is right, and how it is served, depends on shapes, strides and dtypes only: it is found out once for each.
     """
     a, a_scale, b, b_scale, *rest, groups = arguments
-    key = (
-        *(product, groups, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype),
-        *(a_scale.shape, a_scale.dtype, b_scale.shape, b_scale.dtype),
-        *map(tuple, rest),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        plan = _plans[key] = native_kernels.plan(product, check(), *arguments)
+    operands = a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype
+    key = (product, groups, *operands, a_scale.shape, a_scale.dtype, b_scale.shape, b_scale.dtype, *map(tuple, rest))
+    return _plans.get(key) or _remembered(_plans, key, native_kernels.plan(product, check(*arguments), *arguments))
+
+
+def _remembered(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> Any:
+    """A plan that is new, after it was put with the others."""
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
     return plan
 
 
@@ -159,15 +160,14 @@ def _conv_checked(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geome
 
 def output_plan(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> native_kernels.Plan:
     """The checked plan of a convolution's output, for operators around it."""
-    arguments = (x, x_scale, w, w_scale, *geometry)
-    return _planned("output", lambda: _conv_checked(*arguments), *arguments)
+    return _planned("output", _conv_checked, (x, x_scale, w, w_scale, *geometry))
 
 
 def _conv(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
     arguments = (x, x_scale, w, w_scale, *geometry)
     path = _path(x, x_scale, w, w_scale)
     if path is not None:
-        return native_kernels.run(path, output_plan(*arguments), x, x_scale, w, w_scale)
+        return native_kernels.run(path, _planned("output", _conv_checked, arguments), x, x_scale, w, w_scale)
     size = _conv_checked(*arguments)
     if 0 in x.shape or 0 in w.shape:
         return layout.empty_like_product(size, x, w).zero_()
@@ -193,7 +193,7 @@ def _grad_input(g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, *rest: A
     arguments = (g, g_scale, w, w_scale, *rest)
     path = _path(g, g_scale, w, w_scale)
     if path is not None:
-        plan = _planned("grad_input", lambda: _grad_input_checked(*arguments), *arguments)
+        plan = _planned("grad_input", _grad_input_checked, arguments)
         return native_kernels.run(path, plan, g, g_scale, w, w_scale)
     _grad_input_checked(*arguments)
     return _plainly(reference.conv_int8_grad_input, *arguments)
@@ -219,7 +219,7 @@ def _grad_weight(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, *rest: 
     arguments = (g, g_scale, x, x_scale, *rest)
     path = _path(g, g_scale, x, x_scale)
     if path is not None:
-        plan = _planned("grad_weight", lambda: _grad_weight_checked(*arguments), *arguments)
+        plan = _planned("grad_weight", _grad_weight_checked, arguments)
         return native_kernels.run(path, plan, g, g_scale, x, x_scale)
     _grad_weight_checked(*arguments)
     return _plainly(reference.conv_int8_grad_weight, *arguments)
@@ -373,12 +373,19 @@ def _check_quantize_max(x: Tensor, axis: int, key: Tensor | None) -> None:
     _check_key("quantize_max", key)
 
 
-def _quantize_max(x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_quantize_max(x, axis, key)
+def _quantize_max(x: Tensor, axis: int, key: Tensor | None) -> Any:
     path = _path(x)
-    if path is not None and axis < 2:
-        return native_kernels.quantize_max(path, x, axis, key)
-    return _plainly(reference.quantize_max, x, axis, key)
+    if path is None or axis > 1:
+        _check_quantize_max(x, axis, key)
+        return _plainly(reference.quantize_max, x, axis, key)
+    known = (axis, x.dtype, x.shape, x.stride())  # as with _planned, checked once for each
+    plan = _quantize_plans.get(known)
+    if plan is None:
+        _check_quantize_max(x, axis, key)
+        plan = _remembered(_quantize_plans, known, native_kernels.quantize_plan(x, axis))
+    elif key is not None:
+        _check_key("quantize_max", key)
+    return native_kernels.quantize_max(path, plan, x, axis, key)
 
 
 def _quantize_max_fake(x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
