@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// With bindings_norm.cpp and bindings_detect.cpp the only file that knows Python. Tensors come as raw addresses (checked on the
-// Python side, ops/schema.py), shapes as plain integers, and the interpreter's lock is released while a kernel runs.
+// With its neighbours bindings_*.cpp the only file that knows Python. Tensors come as raw addresses (checked on the Python side,
+// ops/schema.py), shapes as plain integers, and the interpreter's lock is released while a kernel runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
@@ -26,6 +26,7 @@ namespace nb = nanobind;
 using namespace byteback;
 
 void bind_norm(nb::module_&);    // bindings_norm.cpp
+void bind_block(nb::module_&);   // bindings_block.cpp
 void bind_detect(nb::module_&);  // bindings_detect.cpp
 
 namespace {
@@ -196,5 +197,6 @@ NB_MODULE(_native, m) {
     m.def("fingerprint", [](Address values, s64 count) { return fingerprint(at<const f32>(values), count); });
     m.def("write_ledger", &put_in_ledger);
     bind_norm(m);
+    bind_block(m);
     bind_detect(m);
 }
