@@ -11,6 +11,7 @@
 #include "norm_coefficients.h"
 #include "norm_numbers.h"
 #include "path.h"
+#include "pixels.h"
 
 namespace nb = nanobind;
 using namespace byteback;
@@ -56,9 +57,23 @@ void normalize_grad_batch(int path, const BackwardNumbers& numbers, const std::a
                   {at<f32>(to[0]), at<f32>(to[1]), at<f32>(to[2]), at<f32>(to[3])});
 }
 
+Pixels pixels_of(const std::array<s64, 8>& n) { return {n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7]}; }
+
+void take(const std::array<s64, 8>& numbers, Address x, Address y, int threads) {
+    nb::gil_scoped_release unlocked;
+    take_pixels(pixels_of(numbers), at<const f32>(x), at<f32>(y), threads);
+}
+
+void spread(const std::array<s64, 8>& numbers, Address y, Address x, int threads) {
+    nb::gil_scoped_release unlocked;
+    spread_pixels(pixels_of(numbers), at<const f32>(y), at<f32>(x), threads);
+}
+
 }  // namespace
 
 void bind_block(nb::module_& m) {
     m.def("normalize_batch", &normalize_batch);
     m.def("normalize_grad_batch", &normalize_grad_batch);
+    m.def("take_pixels", &take);
+    m.def("spread_pixels", &spread);
 }

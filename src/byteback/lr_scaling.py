@@ -87,7 +87,9 @@ class LearningRateScaling:
         for owners, weight, known in self._before:
             factor = _factor(owners) if known is None else known
             if factor != 1.0:
-                weights.append(owners[0].weight), before.append(weight), factors.append(factor)
+                weights.append(owners[0].weight)
+                before.append(weight)
+                factors.append(factor)
         self._before = []
         if weights:
             torch._foreach_sub_(weights, before)

@@ -222,8 +222,8 @@ def _quantize_gradient(
     numerics, compiling = layer.quantizers, torch.compiler.is_compiling()
     slot = layer.backward_slot(slot)
     # Both copies see the same one, also where the backward pass counts it.
-    iteration = numerics.iteration.clone() if compiling else int(numerics.iteration)
-    if not compiling:
+    iteration: Tensor | int = numerics.iteration.clone() if compiling else int(numerics.iteration)
+    if isinstance(iteration, int):
         layer.watch_for_hook(iteration)
     key = numerics.next_noise_key(layer.rank(), count_iteration=training and not layer.hooked)
     step = Step(iteration, numerics.nonfinite, slot, training)

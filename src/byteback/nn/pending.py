@@ -28,7 +28,7 @@ class BlockPlan:
     ends: str  # "conv" | "norm" | "add" | "activation"
     feeds_conv: bool = True
     feeds_other: bool = True  # somebody who needs a plain float tensor
-    feeds_pool: bool = False  # a max-pool: it needs the floats, and hands on what is known of them
+    feeds_pool: bool = False  # a max-pool, or one of single pixels: it needs the floats, and takes them from an Activation
     feeds_join: bool = False  # a concatenation of channels, which is written when it is read
     join_feeds_conv: bool = False
     join_feeds_other: bool = False

@@ -71,7 +71,7 @@ def normalize_batch(
 ) -> NormalizedBatch:
     """The norm of x by its own statistics, then activation(a·x + b + residual): as int8 by its maximum, as float32, its mask.
 
-    Moves the running statistics. The peak is known where int8 is asked for, and without a residual if the activation is monotone.
+    Moves the running statistics. The peak is known with int8, and without a residual under a monotone activation.
 
     >>> norm = BatchNorm(None, None, None, 0.0, None, 0.1)
     >>> result = normalize_batch(

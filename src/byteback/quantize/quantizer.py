@@ -286,9 +286,6 @@ def quantize_fresh(x: Tensor, settings: int, iteration: Tensor) -> QTensor:
     return QTensor(*_fresh(x, iteration, _settings[settings]))
 
 
-_NAMES = ("clip", "initialized", "updated_at", "observed", "seen", "tracked")
-
-
 class Quantizer(nn.Module):
     """The memory of one tensor (input, grad_output) of one layer: fixed-shape buffers, in the state_dict.
 
@@ -351,7 +348,9 @@ class Quantizer(nn.Module):
     def state(self, nonfinite: Tensor) -> Buffers:
         """The buffers that a step may write to."""
         own: dict[str, Any] = self._buffers  # past nn.Module's search for each name
-        return Buffers(*[own[name] for name in _NAMES], nonfinite)
+        return Buffers(
+            own["clip"], own["initialized"], own["updated_at"], own["observed"], own["seen"], own["tracked"], nonfinite
+        )
 
     def tracked_clip(self, slot: int, ordinal_known: bool) -> Tensor | None:
         """The clip that eval uses, where training has left one (a single one: not per channel) and it is known which."""
