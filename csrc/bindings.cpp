@@ -27,6 +27,7 @@ namespace nb = nanobind;
 using namespace byteback;
 
 void bind_norm(nb::module_&);    // bindings_norm.cpp
+void bind_block(nb::module_&);   // bindings_block.cpp
 void bind_detect(nb::module_&);  // bindings_detect.cpp
 void bind_pool(nb::module_&);    // bindings_pool.cpp
 
@@ -209,6 +210,7 @@ NB_MODULE(_native, m) {
     m.def("fingerprint", [](Address values, s64 count) { return fingerprint(at<const f32>(values), count); });
     m.def("write_ledger", &put_in_ledger);
     bind_norm(m);
+    bind_block(m);
     bind_detect(m);
     bind_pool(m);
 }

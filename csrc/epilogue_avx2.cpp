@@ -20,7 +20,7 @@ struct State {
 
 template <Activation activation, int V, class Lanes>
 BYTEBACK_INLINE void finish_some(const Forward& run, const Outcome& to, const Clip& clip, Tally& tally, s64 e, Lanes lanes) {
-    __m256 value[V];
+    __m256 value[V], y[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
         value[v] = activate<activation>(forward_z(run, e + 8 * v, lanes.load(run.x + e + 8 * v), lanes));
@@ -28,10 +28,10 @@ BYTEBACK_INLINE void finish_some(const Forward& run, const Outcome& to, const Cl
     }
     if (!to.values) return;
     if constexpr (V == 1) value[0] = lanes.only(value[0]);
-    const bool special = tally.see(value);
+    tally.scale(value, clip, y);
     __m256i q[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) q[v] = _mm256_cvtps_epi32(tally.scaled(value[v], clip, special));
+    for (int v = 0; v < V; ++v) q[v] = _mm256_cvtps_epi32(y[v]);
     store_bytes(to.values + e, q, lanes);
 }
 

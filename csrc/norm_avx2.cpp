@@ -70,8 +70,18 @@ void fill_inverse(const Outcome& to, s64 channels, s64 together, f32* inverse) {
     for (s64 e = 0; e < channels * together; ++e) inverse[e] = 1.0f / to.step[e % channels];
 }
 
-template <Activation activation>
+// What a pass over training data reads and writes besides int8: a float residual, a mask, the floats. Known when compiled, so
+// that the loop asks nothing; `anything` else asks at every vector.
+enum Wants { kResidual = 1, kMask = 2, kOutput = 4, kAnything = 8 };
+
+int wants_of(const Forward& from, const Outcome& to) {
+    if (!to.values || to.kept || from.residual_values) return kAnything;
+    return (from.residual ? kResidual : 0) | (to.mask ? kMask : 0) | (to.output ? kOutput : 0);
+}
+
+template <Activation activation, int wants>
 struct ApplyKernel {
+    static constexpr bool anything = wants == kAnything;
     Forward whole, run;
     Outcome to;
     Clip clip;
@@ -98,25 +108,34 @@ struct ApplyKernel {
         mask_row = row * mask_width(whole.channels);
     }
 
+    template <class Lanes>
+    BYTEBACK_INLINE __m256 z_of(s64 e, __m256 x, Lanes lanes) const {
+        if constexpr (anything) return forward_z(run, e, x, lanes);
+        const __m256 z = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(run.a + e), x), _mm256_loadu_ps(run.b + e));
+        return wants & kResidual ? _mm256_add_ps(z, lanes.load(run.residual + e)) : z;
+    }
+
     template <int V, class Lanes>
     BYTEBACK_INLINE void some(s64 e, Lanes lanes) {
-        __m256 value[V];
+        const bool masks = anything ? to.mask != nullptr : (wants & kMask) != 0;
+        const bool floats = anything ? to.output != nullptr : (wants & kOutput) != 0;
+        __m256 value[V], y[V];
         u32 mask = 0;
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
-            const __m256 x = lanes.load(run.x + e + 8 * v), z = forward_z(run, e + 8 * v, x, lanes);
+            const __m256 x = lanes.load(run.x + e + 8 * v), z = z_of(e + 8 * v, x, lanes);
             value[v] = activate<activation>(z);
-            if (to.mask) mask |= static_cast<u32>(_mm256_movemask_ps(lanes.only(passes<activation>(z)))) << 8 * v;
-            if (to.output) put(to.output + result + e + 8 * v, value[v], stream, lanes);
-            if (keeper.values) keeper.keep(at + e + 8 * v, e + 8 * v, x, lanes);
+            if (masks) mask |= static_cast<u32>(_mm256_movemask_ps(lanes.only(passes<activation>(z)))) << 8 * v;
+            if (floats) put(to.output + result + e + 8 * v, value[v], stream, lanes);
+            if (anything && keeper.values) keeper.keep(at + e + 8 * v, e + 8 * v, x, lanes);
         }
-        if (to.mask) std::memcpy(to.mask + mask_row + e / 8, &mask, V);
-        if (!to.values) return;
+        if (masks) std::memcpy(to.mask + mask_row + e / 8, &mask, V);
+        if (anything && !to.values) return;
         if constexpr (V == 1) value[0] = lanes.only(value[0]);
-        const bool special = tally.see(value);
+        tally.scale(value, clip, y);
         __m256i q[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) q[v] = _mm256_cvtps_epi32(tally.scaled(value[v], clip, special));
+        for (int v = 0; v < V; ++v) q[v] = _mm256_cvtps_epi32(y[v]);
         store_bytes(to.values + result + e, q, lanes);
     }
     BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
@@ -212,15 +231,43 @@ f32 normalize_peak(const Forward& from, int threads) {
     return joined(parts).peak;
 }
 
-Report normalize(const Forward& from, const Outcome& to, int threads) {
+namespace {
+
+template <Activation activation, int wants>
+Report apply(const Forward& from, const Outcome& to, int threads) {
+    using Kernel = ApplyKernel<activation, wants>;
     auto parts = no_reports(threads);
-    with_activation(from.activation, [&](auto activation) {
-        using Kernel = ApplyKernel<decltype(activation)::is>;
-        walk_rows(
-            from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, to, together); },
-            [&](int thread, const Kernel& kernel) { parts[thread] = kernel.tally.report(); }, to.pitch == from.channels);
-    });
+    walk_rows(
+        from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, to, together); },
+        [&](int thread, const Kernel& kernel) { parts[thread] = kernel.tally.report(); }, to.pitch == from.channels);
     return joined(parts);
+}
+
+// The kernel for exactly these wants, for the activations of most networks.
+template <Activation activation>
+Report apply_wanted(const Forward& from, const Outcome& to, int threads) {
+    if constexpr (activation == Activation::none || activation == Activation::relu || activation == Activation::relu6) {
+        switch (wants_of(from, to)) {
+            case 0: return apply<activation, 0>(from, to, threads);
+            case 1: return apply<activation, 1>(from, to, threads);
+            case 2: return apply<activation, 2>(from, to, threads);
+            case 3: return apply<activation, 3>(from, to, threads);
+            case 4: return apply<activation, 4>(from, to, threads);
+            case 5: return apply<activation, 5>(from, to, threads);
+            case 6: return apply<activation, 6>(from, to, threads);
+            case 7: return apply<activation, 7>(from, to, threads);
+        }
+    }
+    return apply<activation, kAnything>(from, to, threads);
+}
+
+}  // namespace
+
+Report normalize(const Forward& from, const Outcome& to, int threads) {
+    Report seen{};
+    with_activation(from.activation,
+                    [&](auto activation) { seen = apply_wanted<decltype(activation)::is>(from, to, threads); });
+    return seen;
 }
 
 void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome& to, int threads) {

@@ -48,7 +48,7 @@ struct FloatKernel {
     }
 };
 
-template <Stored stored, Gate gate>
+template <Stored stored, Gate gate, bool stochastic>
 struct ByteKernel {
     GradientRun<stored, gate> run;
     Clip clip;
@@ -62,23 +62,20 @@ struct ByteKernel {
 
     BYTEBACK_INLINE void start(s64 row) {
         run.start(row);
-        if (noise.stochastic) state = PairNoise(noise, row * ceil_div(run.from.channels, 2));
+        if (stochastic) state = PairNoise(noise, row * ceil_div(run.from.channels, 2));
     }
 
     template <int V, class Lanes>
     BYTEBACK_INLINE void some(s64 e, Lanes lanes) {
-        __m256 value[V];
+        __m256 value[V], y[V];
         __m256i u[V], q[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) value[v] = lanes.only(run.dx(e + 8 * v, lanes));
-        const bool special = tally.see(value);
-        if (noise.stochastic) state.next(u);
+        tally.scale(value, clip, y);
+        if (stochastic) state.next(u);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-            __m256 y = tally.scaled(value[v], clip, special);
-            if (noise.stochastic) y = PairNoise::round(y, u[v]);
-            q[v] = _mm256_cvtps_epi32(y);  // half to even; exact after floor
-        }
+        for (int v = 0; v < V; ++v)
+            q[v] = _mm256_cvtps_epi32(stochastic ? PairNoise::round(y[v], u[v]) : y[v]);  // half to even; exact after floor
         store_bytes(result + run.at + e, q, lanes);
     }
     BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
@@ -103,10 +100,13 @@ void normalize_grad(const Backward& from, f32* dx, int threads) {
 Report normalize_grad_quantize(const Backward& from, f32 clip, Noise noise, s8* values, int threads) {
     auto parts = no_reports(threads);
     with_backward(from, [&](auto stored, auto gate) {
-        using Kernel = ByteKernel<decltype(stored)::is, decltype(gate)::is>;
-        walk_rows(
-            from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, clip, noise, values, together); },
-            [&](int thread, const Kernel& kernel) { parts[thread] = kernel.tally.report(); });
+        const auto walk = [&](auto stochastic) {
+            using Kernel = ByteKernel<decltype(stored)::is, decltype(gate)::is, decltype(stochastic)::is>;
+            walk_rows(
+                from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, clip, noise, values, together); },
+                [&](int thread, const Kernel& kernel) { parts[thread] = kernel.tally.report(); });
+        };
+        noise.stochastic ? walk(Constant<true>{}) : walk(Constant<false>{});
     });
     return joined(parts);
 }

@@ -224,12 +224,14 @@ constexpr u32 kPairStride = 0x9E3779B1u;
 
 struct Clip {
     __m256 inverse, bound;
+    __m256i ordinary;  // the bits of the largest magnitude that is finite and not beyond the bound
 
     // A clip that counts as 0 has inverse 0 and bound Inf: its integers are 0 and nothing is saturated.
     explicit Clip(f32 clip)
         : inverse(all(is_live(clip) ? inverse_scale(clip) : 0.0f)),
-          bound(all(is_live(clip) ? clip : std::numeric_limits<f32>::infinity())) {}
-    Clip(__m256 inverses, __m256 bounds) : inverse(inverses), bound(bounds) {}
+          bound(all(is_live(clip) ? clip : std::numeric_limits<f32>::infinity())),
+          ordinary(_mm256_castps_si256(all(is_live(clip) ? clip : std::numeric_limits<f32>::max()))) {}
+    Clip(__m256 inverses, __m256 bounds) : inverse(inverses), bound(bounds), ordinary(_mm256_setzero_si256()) {}
 };
 
 // Magnitudes are compared as integers: in that order NaN lies above Inf.
@@ -260,6 +262,24 @@ struct Tally {
         saturated = _mm256_sub_epi32(saturated, _mm256_castps_si256(over));
         const __m256 y = _mm256_mul_ps(v, clip.inverse);
         return _mm256_min_ps(__builtin_expect(special, 0) ? nan_as_zero(y) : y, all(127.0f));
+    }
+
+    // V vectors by one clip: counted, and y = v * inverse, not yet rounded. As a rule all of a block lies within the clip: then
+    // there is nothing to count and nothing to cut off.
+    template <int V>
+    BYTEBACK_INLINE void scale(const __m256 (&v)[V], const Clip& clip, __m256 (&y)[V]) {
+        __m256i most = magnitude(v[0]);
+#pragma GCC unroll 4
+        for (int i = 1; i < V; ++i) most = _mm256_max_epi32(most, magnitude(v[i]));
+        if (__builtin_expect(_mm256_testz_si256(_mm256_cmpgt_epi32(most, clip.ordinary), _mm256_set1_epi32(-1)), 1)) {
+            peak = _mm256_max_epi32(peak, most);
+#pragma GCC unroll 4
+            for (int i = 0; i < V; ++i) y[i] = _mm256_mul_ps(v[i], clip.inverse);
+            return;
+        }
+        const bool special = see(v);
+#pragma GCC unroll 4
+        for (int i = 0; i < V; ++i) y[i] = scaled(v[i], clip, special);
     }
 
     Report report() const {

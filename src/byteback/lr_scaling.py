@@ -31,7 +31,7 @@ class LearningRateScaling:
         self.layers = layers
         self.model = model
         self.skipped = 0
-        self._before: list[tuple[list[Int8Layer], Tensor]] = []
+        self._before: list[tuple[list[Int8Layer], Tensor, float | None]] = []
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_step),
             optimizer.register_step_post_hook(self._post_step),
@@ -62,12 +62,13 @@ class LearningRateScaling:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself
         if closure is None:
             self._skip_if_nonfinite(optimizer)
-        # With a closure the gradients, and so the factors, come only during the step.
-        self._before = [
-            (owners, owners[0].weight.detach().clone())
-            for owners in self._by_weight()
-            if closure is not None or (owners[0].weight.grad is not None and _factor(owners) != 1.0)
-        ]
+        self._before = []
+        for owners in self._by_weight():
+            weight = owners[0].weight
+            # With a closure the gradients, and so the factors, come only during the step.
+            factor = None if closure is not None else 1.0 if weight.grad is None else _factor(owners)
+            if factor != 1.0:
+                self._before.append((owners, weight.detach().clone(), factor))
         if closure is None:
             return None
 
@@ -82,11 +83,18 @@ class LearningRateScaling:
 
     @torch.no_grad()
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for owners, before in self._before:
-            factor = _factor(owners)
+        weights, before, factors = [], [], []
+        for owners, weight, known in self._before:
+            factor = _factor(owners) if known is None else known
             if factor != 1.0:
-                owners[0].weight.sub_(before).mul_(factor).add_(before)
+                weights.append(owners[0].weight)
+                before.append(weight)
+                factors.append(factor)
         self._before = []
+        if weights:
+            torch._foreach_sub_(weights, before)
+            torch._foreach_mul_(weights, factors)
+            torch._foreach_add_(weights, before)
         if self.layers:
             torch._foreach_add_([layer.quantizers.iteration for layer in self.layers.values()], 1)
 
@@ -100,8 +108,7 @@ class LearningRateScaling:
     # ---- on_nonfinite="skip" ----
 
     def _skip_if_nonfinite(self, optimizer: Optimizer) -> None:
-        every = (module for module in self.model.modules() if isinstance(module, Int8Layer))
-        skipping = [layer for layer in every if layer.recipe.on_nonfinite == "skip"]
+        skipping = [layer for layer in _int8_modules(self.model) if layer.recipe.on_nonfinite == "skip"]
         if not skipping:
             return
         met = False
@@ -128,6 +135,18 @@ class LearningRateScaling:
             "far). Many of these in a row mean that training has diverged: lower the learning rate.",
             stacklevel=2,
         )
+
+
+def _int8_modules(model: nn.Module) -> list[Int8Layer]:
+    """The int8 layers of a model as it is now; a layer that is there twice may come twice. Cheaper than model.modules()."""
+    found, waiting = [], [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, Int8Layer):
+            found.append(module)
+        elif module._modules:
+            waiting += [child for child in module._modules.values() if child is not None]
+    return found
 
 
 def _factor(owners: list[Int8Layer]) -> float:

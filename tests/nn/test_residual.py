@@ -61,13 +61,18 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
     """(residual, whether floats were wanted) of each pass."""
     seen: list[tuple[Any, bool]] = []
-    original = ops.normalize
+    original, at_once = ops.normalize, ops.normalize_batch
 
     def watch(x: Tensor, a: Tensor, b: Tensor, residual: Any, *rest: Any, **options: Any) -> Any:
         seen.append((residual, options["want_float"]))
         return original(x, a, b, residual, *rest, **options)
 
+    def watch_batch(x: Tensor, norm: ops.BatchNorm, residual: Any, *rest: Any, **options: Any) -> Any:
+        seen.append((residual, options["want_float"]))
+        return at_once(x, norm, residual, *rest, **options)
+
     monkeypatch.setattr(ops, "normalize", watch)
+    monkeypatch.setattr(ops, "normalize_batch", watch_batch)
     return seen
 
 

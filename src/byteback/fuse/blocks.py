@@ -34,7 +34,7 @@ class Block:
     feeds_conv: bool  # another convolution takes the result, or may take it
     feeds_other: bool  # something else takes the result, or may take it: none of those that follow below
     consumers: tuple[str, ...]  # who takes the result, in a few words each
-    feeds_pool: bool = False  # a max-pool takes it
+    feeds_pool: bool = False  # a max-pool takes it, or a pool of single pixels
     feeds_join: bool = False  # it becomes some of the channels of a concatenation
     join_feeds_conv: bool = False  # of that, as above
     join_feeds_other: bool = False
@@ -189,11 +189,11 @@ class _Matcher:
         nodes = self.nodes
         joins = [taker for taker in takers if nodes.is_join(taker)]
         beyond = [reader for join in joins for reader in nodes.takers(join)]
-        known = (nodes.is_conv, nodes.is_max_pool, nodes.is_join, owners.__contains__)
+        known = (nodes.is_conv, nodes.is_pool, nodes.is_join, owners.__contains__)
         return {
             "feeds_conv": any(nodes.is_conv(taker) or nodes.is_unknown(taker) for taker in takers),
             "feeds_other": any(not any(is_one(taker) for is_one in known) for taker in takers),
-            "feeds_pool": any(nodes.is_max_pool(taker) for taker in takers),
+            "feeds_pool": any(nodes.is_pool(taker) for taker in takers),
             "feeds_join": bool(joins),
             "join_feeds_conv": any(nodes.is_conv(reader) or nodes.is_unknown(reader) for reader in beyond),
             "join_feeds_other": any(not (nodes.is_conv(reader) or nodes.is_join(reader)) for reader in beyond),

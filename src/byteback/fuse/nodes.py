@@ -152,11 +152,15 @@ class Nodes:
             elif not _is_metadata(user):
                 yield user
 
-    def is_max_pool(self, node: fx.Node) -> bool:
-        """Whether a node takes the maximum of windows of pixels, and only that."""
+    def is_pool(self, node: fx.Node) -> bool:
+        """Whether a node takes the maximum of windows of pixels, or some of the pixels, and only that."""
         module = self.modules.get(node)
+        if type(module) is nn.AvgPool2d and "forward" not in module.__dict__:
+            return module.kernel_size in (1, (1, 1))
         if module is not None:
             return type(module) is nn.MaxPool2d and not module.return_indices and "forward" not in module.__dict__
+        if _is_call(node) and node.target is F.avg_pool2d:
+            return (node.args[1] if len(node.args) > 1 else node.kwargs.get("kernel_size")) in (1, (1, 1))
         return (
             _is_call(node)
             and node.target in (F.max_pool2d, torch.max_pool2d)

@@ -113,12 +113,16 @@ class Source:
             high=high,
             mean=mean,
         )
-        if clip is not None:
-            assert made.values is not None and made.scale is not None and made.counts is not None
+        self.keep(clip, made)
+        return made.mask, made.kept
+
+    def keep(self, clip: Tensor | None, made: ops.Normalized) -> None:
+        """Remembers what a pass has written under this clip."""
+        if made.values is not None:
+            assert clip is not None and made.scale is not None and made.counts is not None
             self.quantized.append((clip, QTensor(made.values, made.scale), made.counts))
         if made.output is not None:
             self.output = self._laid_out(made.output)
-        return made.mask, made.kept
 
     def write_into(self, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
         """The same into a part of a wider tensor; nothing is remembered."""

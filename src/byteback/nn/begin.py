@@ -9,7 +9,7 @@ runs as it would without a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -51,10 +51,9 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Tensor:
     """The output of `layer` as a tensor that waits for what follows."""
-    size = _output_size(x, layer.weight, products)
-    last = x.numel() > 0 and (layout.is_channels_last(x) or layout.is_channels_last(layer.weight))
-    strides = layout.dense_strides(size, last)
-    call = Call(layer, products, slot, strides, tuple(size[2:]))
+    weight = layer.weight
+    size, strides = _output_layout(x.shape, x.stride(), weight.shape, weight.stride(), products)
+    call = Call(layer, products, slot, strides, size[2:])
     stages = Stages(partial(_run_unchanged, x, _version(x), call), layer.int8_block.plan, modes())
     pending = Pending(stages, size, strides, x.device)
     return pending.compute() if stages.plan.ends == "conv" else pending
@@ -76,7 +75,17 @@ def _run_unchanged(x: Tensor, version: int, call: Call, stages: Stages) -> Tenso
     return run_block(x, call, stages)
 
 
-def _output_size(x: Tensor, weight: Tensor, products: ConvProducts) -> list[int]:
-    axes = zip(x.shape[2:], weight.shape[2:], products.stride, products.padding, products.dilation, strict=True)
+@lru_cache(maxsize=4096)
+def _output_layout(
+    x: tuple[int, ...],
+    x_strides: tuple[int, ...],
+    weight: tuple[int, ...],
+    weight_strides: tuple[int, ...],
+    products: ConvProducts,
+) -> tuple[torch.Size, tuple[int, ...]]:
+    """Size and strides of the output, from those of the operands: what PyTorch would give."""
+    axes = zip(x[2:], weight[2:], products.stride, products.padding, products.dilation, strict=True)
     spatial = [(size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, pad, dilation in axes]
-    return [x.shape[0], weight.shape[0], *spatial]
+    size = [x[0], weight[0], *spatial]
+    last = 0 not in x and (layout.lies_last(x, x_strides) or layout.lies_last(weight, weight_strides))
+    return torch.Size(size), layout.dense_strides(size, last)

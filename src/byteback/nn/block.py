@@ -21,8 +21,8 @@ from byteback import ops
 from byteback.nn.activation import SHARED_RULE, Activation, Joins, Source, carry
 from byteback.nn.functional import Operands, backward_products, forward_product, output_operands, refuse_second
 from byteback.nn.inference import Deferred, Shown, can_defer, given_coefficients
-from byteback.nn.normalization import MONOTONE, Normalized, folded, from_batch, input_gradient
-from byteback.nn.pending import Stages
+from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, from_batch, input_gradient, of_batch
+from byteback.nn.pending import BlockPlan, Stages
 from byteback.nn.products import ConvProducts
 from byteback.nn.residual import channels_last, residual_of
 from byteback.quantize import Moments
@@ -74,23 +74,29 @@ class Block(Function):
         for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
         y, kept = forward_product(x, weight, layer, call.products, call.slot, for_input, for_weight)
         y = channels_last(y)
-        peak = low = high = None
         training = None if norm is None else norm.training
-        if norm is not None and training:
-            normalized, known, low, high = from_batch(y, norm, bias, activation)
-            if residual is None and activation in MONOTONE:
-                peak = known
-        else:
-            normalized = folded(norm, bias, weight)
         added = residual_of(residual, layer)
-        source = Source(y, normalized.a, normalized.b, added, activation, call.strides, peak)
         backs = with_grad and any(ctx.needs_input_grad[:6])
         saves = _what_to_save(ctx, stages, layer, residual is not None) if backs else _Saves(False, False, None)
-        mask, kept_y = _write(source, stages, layer, saves, low, high, normalized.mean)
+        want = _wanted(stages.plan, layer)
+        kept_y = None
+        if norm is not None and training and saves.keep is None:
+            source, normalized, mask = _at_once(y, of_batch(norm, bias), added, call, stages, want, saves.mask)
+        else:
+            peak = low = high = None
+            if norm is not None and training:
+                normalized, known, low, high = from_batch(y, norm, bias, activation)
+                if residual is None and activation in MONOTONE:
+                    peak = known
+            else:
+                normalized = folded(norm, bias, weight)
+            source = Source(y, normalized.a, normalized.b, added, activation, call.strides, peak)
+            mask, kept_y = _write(source, want, saves, low, high, normalized.mean)
+        source.joins = want.joins
         if backs:
             ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
             ctx.name = layer.int8_name  # a layer that is restored before its backward pass has lost it
-            ctx.norm_training, ctx.activation, ctx.count = training, activation, y.numel() // max(y.shape[1], 1)
+            ctx.norm_training, ctx.activation = training, activation
             ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
             ctx.save_for_backward(*kept, mask, *normalized, *((y,) if saves.y and kept_y is None else _tensors(kept_y)))
         sources.append(source)
@@ -149,20 +155,41 @@ def _what_to_save(ctx: Any, stages: Stages, layer: Any, adds: bool) -> _Saves:
     return _Saves(y, masks and (adds or not y or small is not None), small)
 
 
-def _write(
-    source: Source, stages: Stages, layer: Any, saves: _Saves, low: Tensor | None, high: Tensor | None, mean: Tensor
-) -> tuple[Tensor | None, Any]:
-    """Writes in one pass what the plan expects to be read, and what backward needs: the mask and a smaller y."""
-    plan = stages.plan
-    want_float = plan.feeds_other or plan.feeds_pool
+class _Wanted(NamedTuple):
+    """What the plan expects to be read."""
+
+    int8: bool
+    floats: bool
+    joins: Joins
+
+
+def _wanted(plan: BlockPlan, layer: Any) -> _Wanted:
     # Training quantizes by the batch's own maximum, which is known now; eval waits for the clip of who reads it.
     own_clip = layer.training and layer.recipe.input == SHARED_RULE
-    want_int8 = (plan.feeds_conv or (plan.feeds_add and layer.recipe.residual_memory == "int8")) and own_clip
-    source.joins = Joins(plan.join_feeds_conv and own_clip, plan.join_feeds_other)
-    if not (saves.mask or saves.keep or want_float or want_int8):
+    int8 = (plan.feeds_conv or (plan.feeds_add and layer.recipe.residual_memory == "int8")) and own_clip
+    return _Wanted(int8, plan.feeds_other or plan.feeds_pool, Joins(plan.join_feeds_conv and own_clip, plan.join_feeds_other))
+
+
+def _at_once(
+    y: Tensor, norm: ops.BatchNorm, added: ops.Residual, call: Call, stages: Stages, want: _Wanted, masks: bool
+) -> tuple[Source, Normalized, Tensor | None]:
+    """The norm by the batch's statistics and the pass that writes what is wanted: the block's source, its norm, the mask."""
+    activation = stages.activation
+    batch = ops.normalize_batch(y, norm, added, activation, want_int8=want.int8, want_float=want.floats, want_mask=masks)
+    a, b, mean, invstd, peak, made = batch
+    source = Source(y, a, b, added, activation, call.strides, peak)
+    source.keep(peak, made)
+    return source, Normalized(a, b, mean, invstd), made.mask
+
+
+def _write(
+    source: Source, want: _Wanted, saves: _Saves, low: Tensor | None, high: Tensor | None, mean: Tensor
+) -> tuple[Tensor | None, Any]:
+    """Writes in one pass what the plan expects to be read, and what backward needs: the mask and a smaller y."""
+    if not (saves.mask or saves.keep or want.floats or want.int8):
         return None, None
     extremes = (low, high, mean) if saves.keep else ()
-    return source.write(source.clip() if want_int8 else None, want_float, saves.mask, saves.keep, extremes)
+    return source.write(source.clip() if want.int8 else None, want.floats, saves.mask, saves.keep, extremes)
 
 
 def _tensors(kept: Any) -> tuple[Tensor, ...]:
@@ -178,16 +205,22 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     g = channels_last(grad_output)
     # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
     y = y if len(y) > 1 else y[0] if y else g
-    total = dot = residual_grad = None
+    total = dot = masked = grads = None
     masks = activation != "none"
-    if ctx.norm_training or any(ctx.needs_input_grad[2:5]) or (for_residual and masks):
-        a, b = normalized.a, normalized.b
+    a, b, mean, invstd = normalized
+    if ctx.norm_training:
+        q, r, gamma, beta, masked = ops.normalize_grad_batch(
+            g, y, a, b, mask, activation, mean, invstd, want_masked=for_residual and masks
+        )
+        # The batch's mean takes the bias out again.
+        grads = InputGradient(a, q, r, gamma, beta, torch.zeros_like(a) if ctx.needs_input_grad[2] else None)
+    elif any(ctx.needs_input_grad[2:5]) or (for_residual and masks):
         total, dot, masked = ops.normalize_grad_sums(g, y, a, b, mask, activation, want_masked=for_residual and masks)
-        if masked is not None:
-            g, mask, activation = masked, None, "none"
-    if for_residual:
-        residual_grad = g
-    grads = input_gradient(normalized, ctx.norm_training, total, dot, ctx.count)
+    if masked is not None:
+        g, mask, activation = masked, None, "none"
+    residual_grad = g if for_residual else None
+    if grads is None:
+        grads = input_gradient(normalized, ctx.norm_training, total, dot)
     gradient = BlockGradient(g, y, normalized.a, normalized.b, mask, activation, grads.p, grads.q, grads.r)
     grad_input, grad_weight = backward_products(ctx, kept, gradient, ctx.needs_input_grad)
     wanted = zip((grads.bias, grads.gamma, grads.beta, residual_grad), ctx.needs_input_grad[2:6], strict=True)

@@ -8,6 +8,7 @@ needs an uneven border, pad the float input first, which autograd takes back.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class _Convolution:
 
     def _products(self: Any, input: Tensor) -> tuple[Tensor, ConvProducts, bool]:
         """The input as a batch with what the kernel cannot pad itself, the products, and whether it was a batch already."""
+        known = self._known_products(input)
+        if known is not None:
+            return input, known, True
         spatial = len(self.kernel_size)
         batched = input.dim() == spatial + 2
         x = input if batched else input.unsqueeze(0)
@@ -40,7 +44,17 @@ class _Convolution:
             )
         x, padding = self._pad(x)
         self._check_reach(x, padding)
-        return x, ConvProducts(self.stride, padding, self.dilation, self.groups), batched
+        return x, ConvProducts(tuple(self.stride), padding, tuple(self.dilation), self.groups), batched
+
+    def _known_products(self: Any, input: Tensor) -> ConvProducts | None:
+        """The products of a batch that needs no more than the kernel's own padding, remembered by sizes; None for others."""
+        if torch.compiler.is_compiling() or self.padding_mode != "zeros":
+            return None
+        border, geometry = tuple(self._reversed_padding_repeated_twice), (self.stride, self.dilation, self.groups)
+        try:
+            return _geometry(input.shape, self.in_channels, self.kernel_size, border, *geometry)
+        except TypeError:  # sizes that are symbols, options that are lists: nothing to remember them by
+            return None
 
     def _check_reach(self: Any, x: Tensor, padding: tuple[int, ...]) -> None:
         geometry = zip(self.kernel_size, self.dilation, x.shape[2:], padding, strict=True)
@@ -62,6 +76,27 @@ class _Convolution:
         if all(left == right for left, right in pairs):
             return x, tuple(left for left, _ in pairs)
         return F.pad(x, border), none
+
+
+@lru_cache(maxsize=4096)
+def _geometry(
+    size: tuple[int, ...],
+    channels: int,
+    kernel: tuple[int, ...],
+    border: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> ConvProducts | None:
+    """The products of a batch that fits and is padded evenly; else None."""
+    if len(size) != len(kernel) + 2 or size[1] != channels:
+        return None
+    padding = border[0::2][::-1]
+    if padding != border[1::2][::-1]:
+        return None
+    axes = zip(size[2:], kernel, dilation, padding, strict=True)
+    fits = all(apart * (reach - 1) < there + 2 * pad for there, reach, apart, pad in axes)
+    return ConvProducts(stride, padding, dilation, groups) if fits else None
 
 
 class _Int8Conv(_Convolution, Int8Layer):

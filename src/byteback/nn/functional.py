@@ -219,14 +219,16 @@ def _quantize_gradient(
             "backward: this layer was restored to float between forward and backward, so its int8 gradient has nowhere to go. "
             "Call byteback.restore(model) after backward."
         )
-    numerics = layer.quantizers
+    numerics, compiling = layer.quantizers, torch.compiler.is_compiling()
     slot = layer.backward_slot(slot)
-    layer.watch_for_hook()
-    iteration = numerics.iteration.clone()  # both copies see the same one, also where the backward pass counts it
+    # Both copies see the same one, also where the backward pass counts it.
+    iteration: Tensor | int = numerics.iteration.clone() if compiling else int(numerics.iteration)
+    if isinstance(iteration, int):
+        layer.watch_for_hook(iteration)
     key = numerics.next_noise_key(layer.rank(), count_iteration=training and not layer.hooked)
     step = Step(iteration, numerics.nonfinite, slot, training)
     second = numerics.grad_output_for_weight
-    if second is not None and for_input and for_weight and not torch.compiler.is_compiling():
+    if second is not None and for_input and for_weight and not compiling:
         handles = numerics.handles["grad_output"], numerics.handles["grad_output_for_weight"]
         noise = key if numerics.settings["grad_output"].rule.rounding == "stochastic" else None
         both = quantize_both((numerics.grad_output, second), gradient.moments, handles, noise, step)
@@ -236,7 +238,7 @@ def _quantize_gradient(
     def quantize(field: str) -> QTensor:
         noise = key if numerics.settings[field].rule.rounding == "stochastic" else None
         quantizer, handle = getattr(numerics, field), numerics.handles[field]
-        if not torch.compiler.is_compiling():
+        if not compiling:
             held = quantize_held(quantizer, gradient.quantized, handle, noise, step)
             if held is not None:
                 return held

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations that come from more than one block, or from none: concatenations, max-pools, float tensors with many readers.
+"""Activations that come from more than one block, or from none: concatenations, pools, float tensors with many readers.
 
     Joined    channels side by side, as torch.cat(..., 1) has them. Its maximum is that of its parts, so that nothing need be
               written before somebody reads it; then every part writes its own channels, int8 or float, in place.
     Floats    a float tensor that exists. Its int8 copy is made once, for all convolutions that read it.
 
 A max-pool commutes with rounding. Where the activation is never negative and every pixel lies in a window, its maximum is also
-that of the pooled tensor: one reading less.
+that of the pooled tensor: one reading less. A pool of single pixels (F.avg_pool2d with a kernel of 1) moves them and no more.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from byteback import ops
 from byteback.nn.activation import HANDLERS, SHARED_RULE, Activation, Joins, Source, carry, source_of
 from byteback.ops import layout, pool
+from byteback.ops.pixels import spread_pixels, take_pixels
 from byteback.quantize import QTensor, TensorRule
 
 
@@ -200,6 +201,44 @@ def covers(
     )
 
 
+def _takes_pixels(kernel: Sequence[int], padding: Sequence[int], ceil_mode: bool, divisor: int | None) -> bool:
+    return _pair(kernel) == (1, 1) and _pair(padding) == (0, 0) and not ceil_mode and divisor is None
+
+
+def _pixel_pool(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor: int | None = None,
+) -> Any:
+    source = source_of(x)
+    if source is None or not _takes_pixels(kernel, padding, ceil_mode, divisor):
+        return NotImplemented
+    made = take_pixels(source.plain(), _pair(stride or kernel))
+    return NotImplemented if made is None else made
+
+
+def _pixel_pool_backward(
+    grad: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor: int | None,
+) -> Any:
+    if type(grad) is not Tensor or not _takes_pixels(kernel, padding, ceil_mode, divisor):
+        return NotImplemented
+    made = spread_pixels(grad, x.shape, _pair(stride or kernel))
+    return NotImplemented if made is None else made
+
+
+HANDLERS[torch.ops.aten.avg_pool2d.default] = _pixel_pool
+HANDLERS[torch.ops.aten.avg_pool2d_backward.default] = _pixel_pool_backward
 HANDLERS[torch.ops.aten.cat.default] = _cat
 HANDLERS[torch.ops.aten.max_pool2d_with_indices.default] = _max_pool
 HANDLERS[torch.ops.aten.max_pool2d.default] = _max_pool_alone

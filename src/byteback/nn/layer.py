@@ -216,16 +216,15 @@ class Int8Layer(_Base):
         if rule is None or not self.enabled:
             return 1.0
         copies = (numerics.grad_output, numerics.grad_output_for_weight)
-        seen = (copy.observed.tolist() for copy in copies if copy is not None)
-        return rule.factor(max(row[DEVIATION] for rows in seen for row in rows))
+        return rule.factor(max([row[DEVIATION] for copy in copies if copy is not None for row in copy.observed.tolist()]))
 
-    def watch_for_hook(self) -> None:
+    def watch_for_hook(self, iteration: int) -> None:
         """Warns once if a recipe that acts on the optimizer's step never sees one."""
-        if torch.compiler.is_compiling() or self.int8_shared.warned or not self.training:
+        if (self.hooked and iteration) or self.int8_shared.warned or not self.training:
             return
         if self.recipe.learning_rate is None and self.recipe.on_nonfinite != "skip":
             return
-        count, iteration = int(self.quantizers.count), int(self.quantizers.iteration)
+        count = int(self.quantizers.count)
         missing = not self.hooked and iteration >= max(self.recipe.grad_output.clip.search_period(), 2)
         silent = self.hooked and iteration == 0 and count >= max(2 * self.recipe.grad_output.clip.search_period(), 20)
         if missing or silent:

@@ -49,14 +49,19 @@ class Batch(NamedTuple):
     high: Tensor
 
 
-def from_batch(y: Tensor, norm: Norm, bias: Tensor | None, activation: str) -> Batch:
-    """The norm by the batch's own statistics. Moves the running ones."""
-    stats = ops.channel_stats(y)
+def of_batch(norm: Norm, bias: Tensor | None) -> ops.BatchNorm:
+    """A norm that uses its batch, and moves its running statistics if it has them."""
     running = None
     if norm.running_mean is not None and norm.running_var is not None:
         running = norm.running_mean, norm.running_var
-    count = y.numel() // y.shape[1]
-    made = ops.norm_coefficients(stats, count, norm.weight, norm.bias, bias, norm.eps, running, norm.momentum, activation)
+    return ops.BatchNorm(norm.weight, norm.bias, bias, norm.eps, running, norm.momentum)
+
+
+def from_batch(y: Tensor, norm: Norm, bias: Tensor | None, activation: str) -> Batch:
+    """The norm by the batch's own statistics, which are handed on too. Moves the running ones."""
+    stats = ops.channel_stats(y)
+    gamma, beta, bias, eps, running, momentum = of_batch(norm, bias)
+    made = ops.norm_coefficients(stats, y.numel() // y.shape[1], gamma, beta, bias, eps, running, momentum, activation)
     return Batch(Normalized(*made[:4]), made.peak, stats[2], stats[3])
 
 
@@ -75,17 +80,12 @@ def folded(norm: Norm | None, bias: Tensor | None, weight: Tensor) -> Normalized
     return Normalized(a, (-shift if norm.bias is None else norm.bias - shift).float(), mean, invstd)
 
 
-def input_gradient(
-    normalized: Normalized, training: bool | None, total: Tensor | None, dot: Tensor | None, count: int
-) -> InputGradient:
-    """From the sums Σg' and Σg'y over `count` pixels to grad_y's coefficients and the parameters' gradients.
+def input_gradient(normalized: Normalized, training: bool | None, total: Tensor | None, dot: Tensor | None) -> InputGradient:
+    """From the sums Σg' and Σg'y to grad_y's coefficients and the parameters' gradients, for a norm that is not the batch's.
 
-    `training` is the norm's: True for the batch's statistics, False for given ones, None without a norm.
+    `training` is the norm's: False for given statistics, None without a norm.
     """
     a, _, mean, invstd = normalized
-    if training and total is not None and dot is not None:
-        q, r, gamma, beta = ops.norm_gradient(a, mean, invstd, total, dot, count)
-        return InputGradient(a, q, r, gamma, beta, torch.zeros_like(a))
     zeros = torch.zeros_like(a)
     if total is None or dot is None:
         return InputGradient(a, zeros, zeros, None, None, None)

@@ -71,8 +71,9 @@ class LayerNumerics(nn.Module):
 
     def next_noise_key(self, rank: int, count_iteration: bool) -> Tensor:
         """The key for this gradient's noise; the next gradient gets another one."""
-        key = ops.noise_key(self.seed, self.layer, self.count, rank)
-        self.count.add_(1)
+        count = self.count
+        key = ops.noise_key(self.seed, self.layer, count, rank)
+        count.add_(1)
         if count_iteration:
             self.iteration.add_(1)
         return key

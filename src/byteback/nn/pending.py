@@ -11,8 +11,8 @@ down so far and goes on with an ordinary tensor. So a wrong plan costs speed, ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class BlockPlan:
     ends: str  # "conv" | "norm" | "add" | "activation"
     feeds_conv: bool = True
     feeds_other: bool = True  # somebody who needs a plain float tensor
-    feeds_pool: bool = False  # a max-pool: it needs the floats, and hands on what is known of them
+    feeds_pool: bool = False  # a max-pool, or one of single pixels: it needs the floats, and takes them from an Activation
     feeds_join: bool = False  # a concatenation of channels, which is written when it is read
     join_feeds_conv: bool = False
     join_feeds_other: bool = False
@@ -47,8 +47,7 @@ class Norm(NamedTuple):
     eps: float
 
 
-@dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """A block as far as it is known. `compute` turns it into a tensor; `modes` are those under which it was begun."""
 
     compute: Callable[[Stages], Tensor]
@@ -79,11 +78,12 @@ class Pending(Tensor):
 
     stages: Stages
     result: Tensor | None
+    seen: tuple[Sequence[int], tuple[int, ...], torch.device]  # size, strides and device, as PyTorch would tell them
 
     @staticmethod
-    def __new__(cls, stages: Stages, size: list[int], strides: tuple[int, ...], device: torch.device) -> Pending:
+    def __new__(cls, stages: Stages, size: Sequence[int], strides: tuple[int, ...], device: torch.device) -> Pending:
         self = Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=torch.float32, device=device)
-        self.stages, self.result = stages, None
+        self.stages, self.result, self.seen = stages, None, (size, strides, device)
         return self
 
     def compute(self) -> Tensor:
@@ -95,12 +95,12 @@ class Pending(Tensor):
 
     def _next(self, inplace: bool, **changes: Any) -> Tensor:
         """The block with one more stage, computed if that was the last one."""
-        stages = replace(self.stages, **changes)
+        stages = self.stages._replace(**changes)
         finished = stages.reached == stages.plan.ends
         if inplace:
             self.stages = stages
             return self.compute() if finished else self
-        return run(stages) if finished else Pending(stages, list(_size(self)), _strides(self), _device(self))
+        return run(stages) if finished else Pending(stages, *self.seen)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,21 +140,6 @@ def settled(x: Any) -> Any:
     return x.compute() if isinstance(x, Pending) else x
 
 
-def _size(x: Tensor) -> torch.Size:
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.shape
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.stride()
-
-
-def _device(x: Tensor) -> torch.device:
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.device
-
-
 def _open(x: Any) -> bool:
     """Whether x is a block that can still take a stage."""
     return isinstance(x, Pending) and x.result is None and x.stages.modes == modes()
@@ -176,12 +161,13 @@ def _batch_norm(
     if not _open(input) or input.stages.reached != "conv":  # type: ignore[attr-defined]
         return None
     if training:
-        F._verify_batch_size(_size(input))  # type: ignore[attr-defined]
+        F._verify_batch_size(input.seen[0])  # type: ignore[attr-defined]
     elif running_mean is None or running_var is None:
         return None
     norm = Norm(running_mean, running_var, weight, bias, training, momentum, eps)
-    if any(part is not None and part.dtype != torch.float32 for part in norm[:4]):
-        return None
+    for part in norm[:4]:
+        if part is not None and part.dtype is not torch.float32:
+            return None
     return input._next(False, norm=norm, reached="norm")  # type: ignore[attr-defined]
 
 
@@ -211,7 +197,7 @@ def _add(inplace: bool) -> Callable[..., Tensor | None]:
         if not _waits_for_add(block):
             return None
         other = settled(other)
-        if not isinstance(other, Tensor) or other.shape != _size(block) or other.dtype != torch.float32:
+        if not isinstance(other, Tensor) or tuple(other.shape) != tuple(block.seen[0]) or other.dtype != torch.float32:
             return None
         return block._next(inplace, residual=other, reached="add")
 

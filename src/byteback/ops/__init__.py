@@ -3,8 +3,8 @@
 
 Read `limits.py` (the contract's numbers), `scale_rule.py` (what may be multiplied with what), `reference.py` and
 `statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema.py` (how PyTorch sees them);
-`normalize.py`, `finished.py` and `pairs.py` for the passes of the fused block around a convolution, which are plain functions,
-and `coefficients.py`, `magnitude.py`, `ledger.py`, `fingerprint.py` for the small arithmetic between them.
+`normalize.py`, `batch.py`, `finished.py` and `pairs.py` for the passes of the fused block around a convolution, which are plain
+functions, and `coefficients.py`, `magnitude.py`, `ledger.py`, `fingerprint.py` for the small arithmetic between them.
 
 Tensors of integers come as a pair (values: int8, scale: float32); the granularity is the shape of `scale`.
 """
@@ -17,6 +17,7 @@ import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
 from byteback.ops import schema
+from byteback.ops.batch import BatchNorm, normalize_batch, normalize_grad_batch
 from byteback.ops.coefficients import Coefficients, norm_coefficients, norm_folded, norm_gradient
 from byteback.ops.finished import conv_normalize
 from byteback.ops.normalize import (
@@ -38,6 +39,7 @@ from byteback.ops.statistics import sum_channels
 
 __all__ = [
     "ACTIVATIONS",
+    "BatchNorm",
     "Coefficients",
     "Into",
     "Normalized",
@@ -58,7 +60,9 @@ __all__ = [
     "norm_folded",
     "norm_gradient",
     "normalize",
+    "normalize_batch",
     "normalize_grad",
+    "normalize_grad_batch",
     "normalize_grad_moments",
     "normalize_grad_quantize",
     "normalize_grad_sums",

@@ -17,13 +17,15 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def is_channels_last(x: Tensor) -> bool:
     """Whether PyTorch would suggest channels_last for this tensor."""
-    if x.dim() not in _CHANNELS_LAST:
-        return False
-    strides, sizes = x.stride(), x.shape
-    if strides[1] == 0:
+    return lies_last(x.shape, x.stride())
+
+
+def lies_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """The same for a tensor of these sizes and strides."""
+    if len(sizes) not in _CHANNELS_LAST or strides[1] == 0:
         return False
     least = 0
-    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+    for dim in (1, *range(len(sizes) - 1, 1, -1), 0):
         if strides[dim] < least or (dim == 0 and least == strides[1]):
             return False
         least = strides[dim] * max(sizes[dim], 1)

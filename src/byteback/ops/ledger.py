@@ -47,31 +47,35 @@ class Entry(NamedTuple):
 
 def write(buffers: Buffers, slot: int, entry: Entry) -> None:
     """Writes one entry into row `slot`."""
-    kept = entry.clip if entry.remember is None else entry.remember
-    plain = eager.is_plain((buffers.clip, buffers.observed, entry.clip, kept)) and native.number() is not None
-    if not plain or entry.clip.dtype != torch.float32 or kept.dtype != torch.float32:
+    clip, remember, searched, iteration, *columns, momentum = entry
+    kept = clip if remember is None else remember
+    known = (buffers.clip, buffers.observed, clip) if kept is clip else (buffers.clip, buffers.observed, clip, kept)
+    plain = native.number() is not None and eager.is_plain(known)
+    if not plain or clip.dtype is not torch.float32 or kept.dtype is not torch.float32:
         _write(buffers, slot, entry)
         return
-    clip, kept = entry.clip.contiguous(), kept.contiguous()
+    dense = clip.contiguous()
+    kept = dense if kept is clip else kept.contiguous()
     _library.write_ledger(
-        _rows(buffers, slot, entry),
-        (clip.data_ptr(), clip.numel(), kept.data_ptr(), kept.numel(), entry.iteration),
-        (entry.saturated, entry.deviation, entry.gaussian),
-        entry.momentum,
+        _rows(buffers, slot, remember is not None, searched),
+        (dense.data_ptr(), dense.numel(), kept.data_ptr(), kept.numel(), iteration),
+        columns,
+        momentum,
     )
 
 
-def _rows(buffers: Buffers, slot: int, entry: Entry) -> tuple[int, ...]:
+def _rows(buffers: Buffers, slot: int, remembers: bool, searched: bool) -> tuple[int, ...]:
     """The addresses of the slot's numbers, 0 for those that stay as they are. The buffers are dense by construction."""
-    channels = buffers.clip.shape[1]
+    clip, initialized, updated_at, observed, seen, tracked, _ = buffers
+    channels = clip.shape[1]
     row, byte = slot * channels * 4, slot * 4
     return (
-        0 if entry.remember is None else buffers.clip.data_ptr() + row,
-        buffers.initialized.data_ptr() + byte,
-        buffers.updated_at.data_ptr() + 2 * byte if entry.searched else 0,
-        buffers.observed.data_ptr() + 4 * byte,
-        0 if buffers.tracked is None else buffers.tracked.data_ptr() + row,
-        buffers.seen.data_ptr() + byte,
+        clip.data_ptr() + row if remembers else 0,
+        initialized.data_ptr() + byte,
+        updated_at.data_ptr() + 2 * byte if searched else 0,
+        observed.data_ptr() + 4 * byte,
+        0 if tracked is None else tracked.data_ptr() + row,
+        seen.data_ptr() + byte,
         channels,
     )
 

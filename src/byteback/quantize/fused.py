@@ -37,7 +37,7 @@ class Adopted(NamedTuple):
 class Step(NamedTuple):
     """What all tensors of one step share."""
 
-    iteration: Tensor
+    iteration: Tensor | int
     nonfinite: Tensor
     slot: int
     remember: bool
@@ -46,13 +46,14 @@ class Step(NamedTuple):
 def adopt(quantizer: Quantizer, adopted: Adopted, handle: int, step: Step) -> QTensor:
     """Takes over integers that were made elsewhere by a rule without memory, and remembers what `quantize` would have."""
     q, clip, counts, x = adopted
-    buffers, settings, now = quantizer.state(step.nonfinite), settings_of(handle), int(step.iteration)
     saturated, bad = counts.tolist()
+    count = q.values.numel()
+    if not bad and not (step.remember and count):
+        return q
+    buffers, settings, now = quantizer.state(step.nonfinite), settings_of(handle), int(step.iteration)
     if bad:
         return QTensor(*refuse_step(buffers, settings, step.remember, q.values.clone(), q.scale.clone(), bad, now))
-    count = q.values.numel()
-    if step.remember and count:
-        remember_step(buffers, settings, step.slot, now, Choice(clip, remember=clip), saturated / count, q, x)
+    remember_step(buffers, settings, step.slot, now, Choice(clip, remember=clip), saturated / count, q, x)
     return q
 
 
@@ -62,20 +63,23 @@ def quantize_held(
     """The integers under a clip that is held for a period, by make(clip, key); None where the rule must see the tensor."""
     settings, now, slot = settings_of(handle), int(step.iteration), step.slot
     rule = settings.rule.clip
-    if not rule.looks_back or now % settings.observe_every == 0 or not quantizer.initialized.tolist()[slot]:
+    if not rule.looks_back or now % settings.observe_every == 0:
         return None
-    held = rule.held(Memory(quantizer.clip[slot], True, quantizer.updated_at.tolist()[slot], now))
-    made = None if held is None else make(held.clone(), key)
+    buffers = quantizer.state(step.nonfinite)
+    if not buffers.initialized.tolist()[slot]:
+        return None
+    held = rule.held(Memory(buffers.clip[slot], True, buffers.updated_at.tolist()[slot], now))
+    made = None if held is None else make(held, key)
     if held is None or made is None:
         return None
     values, scale, counts, peak = made
     saturated, bad = counts.tolist()
-    share = saturated / max(values.numel(), 1)
-    if bad or rule.is_stale(Choice(held), share, float(peak)):
+    share, choice = saturated / max(values.numel(), 1), Choice(held)
+    if bad or rule.is_stale(choice, share, float(peak)):
         return None
     q = QTensor(values, scale)
     if step.remember and values.numel():
-        remember_step(quantizer.state(step.nonfinite), settings, slot, now, Choice(held), share, q, _unseen)
+        remember_step(buffers, settings, slot, now, choice, share, q, _unseen)
     return q
 
 

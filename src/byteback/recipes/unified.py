@@ -29,7 +29,7 @@ from torch import Tensor
 
 from byteback import ops
 from byteback.ops.limits import TINY_CLIP
-from byteback.quantize import Choice, ClipRule, Memory, TensorRule, direction_deviation
+from byteback.quantize import Choice, ClipRule, Memory, TensorRule, deviation_of
 from byteback.recipes.recipe import LearningRateRule, Recipe
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -114,7 +114,7 @@ class DirectionSensitive(ClipRule):
 
     def _deviations(self, x: Tensor, peak: Tensor, ratios: list[float]) -> list[float]:
         clips = peak.reshape(1) * torch.tensor(ratios, dtype=torch.float32, device=x.device)
-        return direction_deviation(ops.cosine_terms(x, clips)).tolist()
+        return [deviation_of(*terms) for terms in ops.cosine_terms(x, clips).tolist()]
 
     def _golden(self, x: Tensor, peak: Tensor) -> float:
         """Golden-section search for γ in [lowest, 1]."""

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The passes of norm.h as a training step takes them, one call for each direction of a block (ops/batch.py): between two passes
+// there is little arithmetic, and the way through Python would take longer. An address of 0 stands for a tensor that is not there.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+
+#include <array>
+#include <vector>
+
+#include "norm.h"
+#include "norm_coefficients.h"
+#include "norm_numbers.h"
+#include "path.h"
+#include "pixels.h"
+
+namespace nb = nanobind;
+using namespace byteback;
+
+namespace {
+
+// `peak_is_known`: the extremes of a channel tell the largest value of the result, no reading is needed.
+// from: rows, channels, x, gamma, beta, bias, running mean, running variance, residual, its scale
+// to:   a, b, mean, invstd, peak, values, scale, counts, output, mask
+void normalize_batch(int path, const std::array<Address, 10>& from, f64 eps, f64 momentum, int activation, bool floor,
+                     f32 ceiling, bool peak_is_known, const std::array<Address, 10>& to, int threads) {
+    nb::gil_scoped_release unlocked;
+    const s64 rows = static_cast<s64>(from[0]), channels = static_cast<s64>(from[1]);
+    const size_t width = static_cast<size_t>(channels);
+    std::vector<f64> sums(2 * width);
+    std::vector<f32> ends(2 * width);
+    f64 *total = sums.data(), *squares = total + width;
+    f32 *low = ends.data(), *high = low + width, *peak = at<f32>(to[4]);
+    BYTEBACK_CALL(channel_stats, rows, channels, at<const f32>(from[2]), total, squares, low, high, threads);
+    norm_coefficients({channels, rows, total, squares, low, high, at<const f32>(from[3]), at<const f32>(from[4]),
+                       at<const f32>(from[5]), eps, momentum, at<f32>(from[6]), at<f32>(from[7]), ceiling, floor},
+                      {at<f32>(to[0]), at<f32>(to[1]), at<f64>(to[2]), at<f64>(to[3]), peak});
+    const Forward pass = forward_of(rows, channels, from[2], to[0], to[1], from[8], from[9], activation);
+    if (to[5] && !peak_is_known) *peak = BYTEBACK_CALL(normalize_peak, pass, threads);
+    if (!to[5] && !to[8] && !to[9]) return;
+    const Outcome outcome{at<f32>(to[8]), at<u8>(to[9]), at<s8>(to[5]), to[5] ? *peak : 0.0f, nullptr, Stored::f32,
+                          nullptr, nullptr, channels};
+    const Report seen = BYTEBACK_CALL(normalize, pass, outcome, threads);
+    if (!to[5]) return;
+    write_scales(peak, 1, at<f32>(to[6]));
+    write_counts(seen, to[7]);
+}
+
+// norm: a, mean, invstd; to: q, r, grad_gamma, grad_beta, the masked gradient
+void normalize_grad_batch(int path, const BackwardNumbers& numbers, const std::array<Address, 3>& norm,
+                          const std::array<Address, 5>& to, int threads) {
+    nb::gil_scoped_release unlocked;
+    const Backward from = backward_of(numbers);
+    std::vector<f64> sums(2 * static_cast<size_t>(from.channels));
+    f64 *total = sums.data(), *dot = total + from.channels;
+    BYTEBACK_CALL(normalize_grad_sums, from, total, dot, at<f32>(to[4]), threads);
+    norm_gradient({from.channels, from.rows, at<const f32>(norm[0]), at<const f64>(norm[1]), at<const f64>(norm[2]), total, dot},
+                  {at<f32>(to[0]), at<f32>(to[1]), at<f32>(to[2]), at<f32>(to[3])});
+}
+
+Pixels pixels_of(const std::array<s64, 8>& n) { return {n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7]}; }
+
+void take(const std::array<s64, 8>& numbers, Address x, Address y, int threads) {
+    nb::gil_scoped_release unlocked;
+    take_pixels(pixels_of(numbers), at<const f32>(x), at<f32>(y), threads);
+}
+
+void spread(const std::array<s64, 8>& numbers, Address y, Address x, int threads) {
+    nb::gil_scoped_release unlocked;
+    spread_pixels(pixels_of(numbers), at<const f32>(y), at<f32>(x), threads);
+}
+
+}  // namespace
+
+void bind_block(nb::module_& m) {
+    m.def("normalize_batch", &normalize_batch);
+    m.def("normalize_grad_batch", &normalize_grad_batch);
+    m.def("take_pixels", &take);
+    m.def("spread_pixels", &spread);
+}
