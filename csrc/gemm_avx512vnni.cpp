@@ -3,7 +3,7 @@
 #include "avx512vnni.h"
 #include "gemm_grad_weight.h"
 #include "gemm_micro_avx512vnni.h"
-#include "gemm_product.h"
+#include "gemm_phases.h"
 
 namespace byteback::avx512vnni {
 
@@ -14,7 +14,7 @@ void gemm_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f3
 }
 
 void gemm_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
-    run_grad_input<OffsetQuads>(s, g, w, factor, dx, threads);
+    run_strided_grad_input<OffsetQuads>(s, g, w, factor, dx, threads);
 }
 
 void gemm_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {

@@ -79,6 +79,8 @@ struct Weights {
     const s8* row(s64 k, s64 tap) const { return w + (k * taps + tap) * C; }
 };
 
+constexpr s64 kSmallWeights = 32 << 10;  // bytes packed in less time than threads need to meet
+
 struct WeightScratch {};
 struct RowScratch {};
 
@@ -115,11 +117,18 @@ struct PackedWeights {
 };
 
 template <class Micro>
-PackedWeights pack_weights(const Product& p, const Weights& w, s64 padded, int threads) {
+s64 packed_bytes(const Product& p, s64 padded) {
+    const s64 panels = ceil_div(p.columns, kColumns), length = static_cast<s64>(p.taps.size()) * padded;
+    return round_up(panels * length * kColumns * Micro::kBytes, 64) + round_up(panels * kColumns * 4, 64);
+}
+
+// Into `packed`, of packed_bytes.
+template <class Micro>
+PackedWeights pack_weights(const Product& p, const Weights& w, s64 padded, int threads, char* packed) {
     const s64 taps = static_cast<s64>(p.taps.size()), panels = ceil_div(p.columns, kColumns), length = taps * padded;
     const s64 panel_bytes = length * kColumns * Micro::kBytes, all = round_up(panels * panel_bytes, 64);
-    char* packed = scratch<WeightScratch>(static_cast<size_t>(all + panels * kColumns * 4 + 64));
     s32* starts = reinterpret_cast<s32*>(packed + all);
+    if (all < kSmallWeights) threads = 1;
     const s8 zeros[kColumns] = {};
     parallel_for(threads, panels * taps, [&](s64 job) {
         const s64 column = job / taps * kColumns, t = job % taps, tap = p.taps[static_cast<size_t>(t)].weight;
@@ -296,7 +305,8 @@ template <class Micro>
 void run_product(const Product& p, const Weights& w, int threads) {
     if (p.taps.empty() || p.batch * p.grid_pixels() == 0) return;
     const s64 padded = round_up(p.depth, Micro::kUnit);
-    Runner<Micro>(p, pack_weights<Micro>(p, w, padded, threads), padded).run(threads);
+    char* packed = scratch<WeightScratch>(static_cast<size_t>(packed_bytes<Micro>(p, padded)));
+    Runner<Micro>(p, pack_weights<Micro>(p, w, padded, threads, packed), padded).run(threads);
 }
 
 template <class Micro>

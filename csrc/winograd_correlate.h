@@ -11,10 +11,10 @@
 
 #include <algorithm>
 
-#include "epilogue.h"
 #include "parallel.h"
+#include "winograd_finish.h"
 #include "winograd_memory.h"
-#include "winograd_transform.h"
+#include "winograd_strip.h"
 #include "winograd_weights.h"
 
 namespace byteback {
@@ -22,18 +22,9 @@ namespace {
 
 constexpr s64 kMaxWidth = 4 * kPanel;    // result channels at a time, so that there are enough tiles at a time
 constexpr s64 kAheadBytes = 3 << 20;     // of a thread's transformed inputs: in the third-level cache soon, even if it was cold
+constexpr s64 kShallow = 64;             // fewer summed channels than this: weights are quickly read again, so
+constexpr s64 kShallowTiles = 24;        // a block is small, and next to nothing leaves the first two caches
 constexpr s64 kStreamBytes = 16 << 20;   // of results: more would not stay in the third-level cache anyway
-
-// y[n, i, h, w, j] = Σ_{t, r, s, d} x[n, i + shift + t, h + r - pad_h, w + s - pad_w, d] · weights[j, t, r, s, d]
-struct Correlation {
-    Tiling tiling;
-    Weights weights;
-    s64 height, width;         // of the result
-    Factor factor;
-    f32* y;
-    bool streaming;            // past the caches: y is larger than they are, and made of whole cache lines
-    const Epilogue* finish;    // null, or what gets the results instead of y
-};
 
 // What one thread does: tiles and result channels, both as ranges.
 struct Share {
@@ -64,7 +55,8 @@ CorrelationPlan plan_correlation(const Correlation& c, const Share& share) {
     // A multiple of 1 KiB from row to row would put all rows in few sets of the first-level cache.
     p.row = 2 * round_up(depth, kChannels);
     if (p.row % 1024 == 0) p.row += 64;
-    const s64 tiles = share.tile_end - share.tile_begin, most = kProducts / p.block_width / kRows * kRows;
+    const s64 tiles = share.tile_end - share.tile_begin;
+    const s64 most = depth < kShallow ? kShallowTiles : kProducts / p.block_width / kRows * kRows;
     p.batch_tiles = p.fused ? tiles : even_part(tiles, std::max(most, kAheadBytes / (kPositions * p.row)));
     p.block_tiles = std::min(p.batch_tiles, round_up(even_part(p.batch_tiles, most), kRows));
     p.plane = (ceil_div(p.block_tiles * p.row, 64) | 1) * 64;
@@ -72,25 +64,25 @@ CorrelationPlan plan_correlation(const Correlation& c, const Share& share) {
 }
 
 // Tiles first .. last-1 into a block at `at`: [position][tile][time tap][channel].
-void transform_inputs(const Correlation& c, const CorrelationPlan& p, s64 first, s64 last, char* at) {
+void transform_inputs(const Correlation& c, const CorrelationPlan& p, s64 first, s64 last, V* strip, char* at) {
     const Tiling& t = c.tiling;
-    const s64 taps = c.weights.taps;
-    const s8 *pixels[kPositions], *next[kPositions];
-    find_pixels<6>(t, first, 0, pixels);
-    for (s64 i = first * taps; i < last * taps; ++i) {
-        char* row = at + (i / taps - first) * p.row + i % taps * c.weights.stride * 2;
-        find_pixels<6>(t, (i + 1) / taps, (i + 1) % taps, next);
-        for_vectors(0, t.channels, t.channels, [&](s64 channel, const auto& load) {
-            if (channel % 64 == 0) fetch_pixels<6>(next, channel);
-            const auto emit = [&](int position, V v) {
-                char* to = row + position * p.plane + channel * 2;
-                store(to, v);
-                if (channel % 32 == 0) _mm_prefetch(to + p.row, _MM_HINT_T0);  // where the next tile goes
-            };
-            transform_tile<InputTransform>([&](int pixel) { return widen(load(pixels[pixel] + channel)); }, emit);
-        });
-        std::copy(next, next + kPositions, pixels);
-    }
+    for (s64 begin = first; begin < last; begin += kStripTiles)
+        for (s64 tap = 0; tap < c.weights.taps; ++tap) {
+            const s64 end = std::min(last, begin + kStripTiles);
+            const Strip<InputTransform> tiles(t, begin, end, tap);
+            for_vectors(0, t.channels, t.channels, [&](s64 channel, const auto& load) {
+                using T = decltype(widen(load(t.data)));
+                T* columns = reinterpret_cast<T*>(strip);
+                tiles.transform_columns(channel, [&](const s8* pixel) { return widen(load(pixel)); }, columns);
+                char* to = at + (begin - first) * p.row + (tap * c.weights.stride + channel) * 2;
+                for (s64 tile = 0; tile < end - begin; ++tile, to += p.row)
+                    for (int i = 0; i < 6; ++i) {
+                        T row[6];
+                        tiles.transform_row(columns, tile, i, row);
+                        for (int j = 0; j < 6; ++j) store_channels(to + (i * 6 + j) * p.plane, row[j]);
+                    }
+            });
+        }
 }
 
 // One thread's memory, and the weights it holds.
@@ -100,7 +92,9 @@ struct CorrelationThread {
     s16* panels;
     s32* products;   // [panel][tile][position][column]
     s32* sums;       // [panel][tile][pixel][column]: earlier chunks
+    V* strip;         // see Strip
     char* inputs;     // a block of tiles, or all of a batch, block after block
+    f32* factors;     // of the result channels
     s64 chunk;       // summed channels that are brought back together
 
     void reserve(Arena& arena, const Correlation& c, const CorrelationPlan& p) {
@@ -110,7 +104,9 @@ struct CorrelationThread {
         arena.reserve(panels, panel_count * panel_size(c.weights.depth()));
         arena.reserve(products, panel_count * p.block_tiles * kTile);
         arena.reserve(sums, chunk_is_safe(9 * kMax * c.weights.depth()) ? 0 : panel_count * p.block_tiles * 16 * kPanel);
+        arena.reserve(strip, Strip<InputTransform>::size());
         arena.reserve(inputs, p.input_bytes());
+        arena.reserve(factors, p.block_width);
     }
 };
 
@@ -144,67 +140,24 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
     }
 }
 
-// 4x4 x 16 integers to floats in y; the tile may stick out of the image, the panel out of the channels.
-void store_tile(const Correlation& c, s64 tile, s64 column, const V (&values)[kVectors][16]) {
-    const Tiling& t = c.tiling;
-    const s64 image = tile / t.per_image(), at = tile % t.per_image(), columns = c.weights.width - column;
-    const s64 top = at / t.tiles_w * 4, left = at % t.tiles_w * 4;
-    const s64 rows = std::min<s64>(4, c.height - top), cols = std::min<s64>(4, c.width - left);
-    const s64 first = (image * c.height + top) * c.width + left;  // pixel
-    f32* corner = c.finish ? nullptr : c.y + first * c.weights.width + column;
-    alignas(64) f32 factors[kPanel];
-    read_factors(c.factor, image / t.result_frames, column, columns, factors);
-    Floats scales[kVectors];
-    for (int k = 0; k < kVectors; ++k) scales[k] = load_floats(factors + k * kLanes);
-    for (s64 i = 0; i < rows; ++i)
-        for (s64 j = 0; j < cols; ++j) {
-            if (c.finish) {
-                alignas(64) f32 own[kPanel];
-                for (int k = 0; k < kVectors; ++k) store_floats(own + k * kLanes, scale(values[k][i * 4 + j], scales[k]), kLanes);
-                (*c.finish)(first + i * c.width + j, column, std::min<s64>(kPanel, columns), own);
-                continue;
-            }
-            f32* y = corner + (i * c.width + j) * c.weights.width;
-            for (int k = 0; k < kVectors; ++k) {
-                const Floats v = scale(values[k][i * 4 + j], scales[k]);
-                if (c.streaming)
-                    stream_floats(y + k * kLanes, v);
-                else
-                    store_floats(y + k * kLanes, v, columns - k * kLanes);
-            }
-            // The tile to the right.
-            if (!c.streaming) _mm_prefetch(reinterpret_cast<const char*>(y + 4 * c.weights.width), _MM_HINT_T0);
-        }
-}
-
-// Products of one tile and panel to results; earlier chunks are added, later ones are still to come unless `last`.
-void finish_tile(const Correlation& c, s64 tile, s64 column, const s32* products, s32* sums, bool first, bool last) {
-    V values[kVectors][16];
-    for (int k = 0; k < kVectors; ++k) {
-        output_2d(products + k * kLanes, values[k]);
-        for (int i = 0; i < 16; ++i) {
-            s32* earlier = sums + i * kPanel + k * kLanes;
-            V v = divide_by_576(values[k][i]);
-            if (!first) v = add32(v, load(earlier));
-            if (!last) store(earlier, v);
-            values[k][i] = v;
-        }
-    }
-    if (last) store_tile(c, tile, column, values);
-}
-
 void correlate_block(const Correlation& c, const CorrelationPlan& p, const CorrelationThread& own, const char* inputs,
                      s64 first_tile, s64 tiles, s64 first_column, s64 columns) {
     const s64 depth = c.weights.depth(), panels = ceil_div(columns, kPanel);
     for (s64 begin = 0; begin < depth; begin += own.chunk) {
         const s64 end = std::min(depth, begin + own.chunk);
         multiply_chunk(c, p, own, inputs, tiles, panels, begin, end);
-        for (s64 tile = 0; tile < tiles; ++tile)
-            for (s64 panel = 0; panel < panels; ++panel) {
-                const s64 at = panel * p.block_tiles + tile;
-                finish_tile(c, first_tile + tile, first_column + panel * kPanel, own.products + at * kTile,
-                            own.sums + at * 16 * kPanel, begin == 0, end == depth);
-            }
+        for (s64 tile = 0, image = -1; tile < tiles; ++tile) {
+            const TilePlace place = place_tile(c, first_tile + tile);
+            if (place.image != image)
+                for (s64 panel = 0; panel < panels; ++panel) {
+                    const s64 column = first_column + panel * kPanel;
+                    read_factors(c.factor, place.image / c.tiling.result_frames, column, c.weights.width - column,
+                                 own.factors + panel * kPanel);
+                }
+            image = place.image;
+            finish_panels(c, place, first_column, panels, own.factors, own.products + tile * kTile, own.sums + tile * 16 * kPanel,
+                          p.block_tiles, begin == 0, end == depth);
+        }
     }
 }
 
@@ -217,12 +170,12 @@ void correlate_batch(const Correlation& c, const CorrelationPlan& p, const Share
             body(first + tile, std::min(p.block_tiles, count - tile), inputs);
         }
     };
-    if (!p.fused) for_blocks([&](s64 tile, s64 tiles, char* inputs) { transform_inputs(c, p, tile, tile + tiles, inputs); });
+    if (!p.fused) for_blocks([&](s64 tile, s64 tiles, char* inputs) { transform_inputs(c, p, tile, tile + tiles, own.strip, inputs); });
     for (s64 column = share.column_begin; column < share.column_end; column += p.block_width) {
         const s64 columns = std::min(p.block_width, share.column_end - column);
         prepare_weights(c, column, columns, own);
         for_blocks([&](s64 tile, s64 tiles, char* inputs) {
-            if (p.fused) transform_inputs(c, p, tile, tile + tiles, inputs);
+            if (p.fused) transform_inputs(c, p, tile, tile + tiles, own.strip, inputs);
             correlate_block(c, p, own, inputs, tile, tiles, column, columns);
         });
     }

@@ -13,7 +13,7 @@
 
 #include "parallel.h"
 #include "winograd_memory.h"
-#include "winograd_transform.h"
+#include "winograd_strip.h"
 #include "winograd_weights.h"
 
 namespace byteback {
@@ -76,38 +76,36 @@ struct GradWeightThread {
     s16* gradients;  // panels of a chunk
     s16* inputs;
     s32* products;   // [k][position][c], 16 of each
+    Half* strip;     // see Strip
 
     void reserve(Arena& arena, const GradWeight& g, const GradWeightPlan& p) {
         const s64 size = panel_size(p.chunk_tiles);
         arena.reserve(gradients, std::min(kGradientPanels, ceil_div(g.out_channels(), kPanel)) * size);
         arena.reserve(inputs, kInputPanels * size);
         arena.reserve(products, kPanel * kTile);
+        arena.reserve(strip, Strip<InputTransform>::size());
     }
 };
 
-// Channels begin .. end-1 (begin a multiple of 16) of tiles first .. last-1 as panels; an odd last tile is paired with zeros.
+// Channels begin .. end-1 (begin a multiple of 16) of tiles first .. last-1 as panels; an odd last tile, which is the tensor's,
+// is paired with zeros.
 template <class Transform>
-void transform_pairs(const Tiling& t, s64 first, s64 last, s64 begin, s64 end, s64 chunk_tiles, s16* panels) {
-    constexpr int n = Transform::kSize;
+void transform_pairs(const Tiling& t, s64 first, s64 last, s64 begin, s64 end, s64 chunk_tiles, Half* strip, s16* panels) {
     const s64 lines = panel_lines(chunk_tiles), size = panel_size(chunk_tiles);
-    const s8 *even[n * n], *odd[n * n], *next[2 * n * n];
-    const auto find = [&](s64 tile, const s8** pixels) { find_pixels<n>(t, tile < last ? tile : t.count, 0, pixels); };
-    find(first, even);
-    find(first + 1, odd);
-    for (s64 tile = first; tile < last; tile += 2) {
-        find(tile + 2, next);
-        find(tile + 3, next + n * n);
+    for (s64 tile = first; tile < last; tile += kStripTiles) {
+        const s64 pairs = ceil_div(std::min(kStripTiles, last - tile), 2);
+        const Strip<Transform> tiles(t, tile, tile + 2 * pairs, 0);
         for_panels(begin, end, t.channels, [&](s64 channel, const auto& load) {
+            tiles.transform_columns(channel, [&](const s8* pixel) { return widen_to_pair(load(pixel)); }, strip);
             s16* to = panels + (channel - begin) / kPanel * size + (tile - first) / 2 * 2 * kPanel;
-            if (channel == begin || channel % 64 == 0) {
-                fetch_pixels<n>(next, channel);
-                fetch_pixels<n>(next + n * n, channel);
-            }
-            transform_pair<Transform>([&](int i) { return load(even[i] + channel); },
-                                      [&](int i) { return load(odd[i] + channel); }, to, lines * 2 * kPanel);
+            for (s64 pair = 0; pair < pairs; ++pair, to += 2 * kPanel)
+                for (int i = 0; i < 6; ++i) {
+                    Half even[6], odd[6];
+                    tiles.transform_row(strip, 2 * pair, i, even);
+                    tiles.transform_row(strip, 2 * pair + 1, i, odd);
+                    for (int j = 0; j < 6; ++j) store_pair(to + (i * 6 + j) * lines * 2 * kPanel, even[j], odd[j]);
+                }
         });
-        std::copy(next, next + n * n, even);
-        std::copy(next + n * n, next + 2 * n * n, odd);
     }
 }
 
@@ -170,10 +168,10 @@ void grad_weight_chunk(const GradWeight& g, const GradWeightPlan& p, const GradW
     const s64 tile = chunk * p.chunk_tiles, last = std::min(g.inputs.count, tile + p.chunk_tiles);
     const s64 pairs = ceil_div(last - tile, 2);
     const s64 lines = panel_lines(p.chunk_tiles), size = panel_size(p.chunk_tiles);
-    transform_pairs<GradientTransform>(g.gradients, tile, last, k_begin, k_end, p.chunk_tiles, own.gradients);
+    transform_pairs<GradientTransform>(g.gradients, tile, last, k_begin, k_end, p.chunk_tiles, own.strip, own.gradients);
     for (s64 block = c_begin; block < c_end; block += kInputPanels * kPanel) {
         const s64 block_end = std::min(c_end, block + kInputPanels * kPanel);
-        transform_pairs<InputTransform>(g.inputs, tile, last, block, block_end, p.chunk_tiles, own.inputs);
+        transform_pairs<InputTransform>(g.inputs, tile, last, block, block_end, p.chunk_tiles, own.strip, own.inputs);
         for (s64 k = k_begin; k < k_end; k += kPanel)
             for (s64 c = block; c < block_end; c += kPanel) {
                 const s16* a = own.gradients + (k - k_begin) / kPanel * size;

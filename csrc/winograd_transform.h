@@ -4,8 +4,6 @@
 // winograd_products.h has the matrices. Compiled once per path, with its winograd_vector_*.h.
 #pragma once
 
-#include <algorithm>
-
 #include "winograd_tile.h"
 
 namespace byteback {
@@ -14,10 +12,11 @@ namespace {
 // ---- One-dimensional transforms: out[i * to] = Σ_j matrix[i][j] * in[j * from] ----
 
 // Bᵀ, int16. At most 10 times its input.
-__attribute__((always_inline)) inline void input_1d(const V* in, int from, V* out, int to) {
-    const V d0 = in[0], d1 = in[from], d2 = in[2 * from], d3 = in[3 * from], d4 = in[4 * from], d5 = in[5 * from];
-    const V even = sub16(d4, shl16(d2, 2)), odd = sub16(d3, shl16(d1, 2));
-    const V near = sub16(d4, d2), far = shl16(sub16(d3, d1), 1);
+template <class T>
+__attribute__((always_inline)) inline void input_1d(const T* in, int from, T* out, int to) {
+    const T d0 = in[0], d1 = in[from], d2 = in[2 * from], d3 = in[3 * from], d4 = in[4 * from], d5 = in[5 * from];
+    const T even = sub16(d4, shl16(d2, 2)), odd = sub16(d3, shl16(d1, 2));
+    const T near = sub16(d4, d2), far = shl16(sub16(d3, d1), 1);
     out[0] = add16(shl16(sub16(d0, d2), 2), near);
     out[to] = add16(even, odd);
     out[2 * to] = sub16(even, odd);
@@ -27,10 +26,11 @@ __attribute__((always_inline)) inline void input_1d(const V* in, int from, V* ou
 }
 
 // A, int16, for grad_output. At most 15 times its input.
-__attribute__((always_inline)) inline void gradient_1d(const V* in, int from, V* out, int to) {
-    const V d0 = in[0], d1 = in[from], d2 = in[2 * from], d3 = in[3 * from];
-    const V even = add16(d0, d2), odd = add16(d1, d3);
-    const V even2 = add16(d0, shl16(d2, 2)), odd2 = shl16(add16(d1, shl16(d3, 2)), 1);
+template <class T>
+__attribute__((always_inline)) inline void gradient_1d(const T* in, int from, T* out, int to) {
+    const T d0 = in[0], d1 = in[from], d2 = in[2 * from], d3 = in[3 * from];
+    const T even = add16(d0, d2), odd = add16(d1, d3);
+    const T even2 = add16(d0, shl16(d2, 2)), odd2 = shl16(add16(d1, shl16(d3, 2)), 1);
     out[0] = d0;
     out[to] = add16(even, odd);
     out[2 * to] = sub16(even, odd);
@@ -82,14 +82,13 @@ constexpr bool chunk_is_safe(s64 magnitude) { return kMax * magnitude < (s64{1} 
 
 // ---- Two-dimensional ones: columns first, then rows ----
 
-inline void output_2d(const s32* products, V out[16]) {
-    V half[24];
+// The columns of a tile of products, 6 values to 4; output_1d of each `half + 6 * i` is then row i of the outputs.
+inline void output_columns(const s32* products, V half[24]) {
     for (int j = 0; j < 6; ++j) {
         V column[6];
         for (int i = 0; i < 6; ++i) column[i] = load(products + (i * 6 + j) * kPanel);
         output_1d(column, 1, half + j, 6);
     }
-    for (int i = 0; i < 4; ++i) output_1d(half + 6 * i, 1, out + 4 * i, 1);
 }
 
 inline void grad_weight_2d(const s32* products, V out[9]) {
@@ -119,46 +118,6 @@ struct Tiling {
     const s8* zeros;    // as many as channels: what lies outside of a frame, or of a clip
 
     s64 per_image() const { return tiles_h * tiles_w; }
-};
-
-// Pointers to the first channel of each pixel of a tile of kSize x kSize under a time tap; a tile past the end is all zeros.
-template <int kSize>
-inline void find_pixels(const Tiling& t, s64 tile, s64 tap, const s8* pixels[kSize * kSize]) {
-    const s64 result = tile / t.per_image(), at = tile % t.per_image(), clip = result / t.result_frames;
-    const s64 frame = result % t.result_frames + t.shift + tap;
-    if (tile >= t.count || frame < 0 || frame >= t.frames) {
-        std::fill(pixels, pixels + kSize * kSize, t.zeros);
-        return;
-    }
-    const s64 image = clip * t.frames + frame;
-    const s64 top = at / t.tiles_w * 4 - t.pad_h, left = at % t.tiles_w * 4 - t.pad_w;
-    const s64 corner = ((image * t.height + top) * t.width + left) * t.channels;
-    if (top >= 0 && left >= 0 && top + kSize <= t.height && left + kSize <= t.width) {
-        for (int i = 0; i < kSize; ++i)
-            for (int j = 0; j < kSize; ++j) pixels[i * kSize + j] = t.data + corner + (i * t.width + j) * t.channels;
-        return;
-    }
-    for (int i = 0; i < kSize; ++i)
-        for (int j = 0; j < kSize; ++j) {
-            const bool inside = top + i >= 0 && top + i < t.height && left + j >= 0 && left + j < t.width;
-            pixels[i * kSize + j] = inside ? t.data + corner + (i * t.width + j) * t.channels : t.zeros;
-        }
-}
-
-// Asks for 64 channels of each pixel.
-template <int kSize>
-inline void fetch_pixels(const s8* const* pixels, s64 channel) {
-    for (int i = 0; i < kSize * kSize; ++i) _mm_prefetch(reinterpret_cast<const char*>(pixels[i] + channel), _MM_HINT_T0);
-}
-
-struct InputTransform {
-    static constexpr int kSize = 6;
-    static void apply_1d(const V* in, int from, V* out, int to) { input_1d(in, from, out, to); }
-};
-
-struct GradientTransform {
-    static constexpr int kSize = 4;
-    static void apply_1d(const V* in, int from, V* out, int to) { gradient_1d(in, from, out, to); }
 };
 
 template <class Transform, class Read, class Emit>

@@ -12,6 +12,7 @@ namespace byteback {
 namespace {
 
 using V = __m256i;
+using Half = __m256i;  // 16 channels of 16 bits
 using Floats = __m256;
 
 constexpr int kLanes = 8;               // of 32 bits
@@ -45,6 +46,8 @@ inline void store_floats(f32* to, Floats v, s64 count) {
     const V lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     _mm256_maskstore_ps(to, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane), v);
 }
+
+inline void store_channels(void* to, V v) { store(to, v); }
 
 inline V widen(__m128i bytes) { return _mm256_cvtepi8_epi16(bytes); }
 
@@ -100,16 +103,21 @@ inline void for_vectors(s64 begin, s64 end, s64 channels, const Body& body) {
 }
 
 // With channels 4-7 and 8-11 swapped a vector of int16 becomes one that unpacklo and unpackhi interleave in order.
-inline V widen_swapped(__m128i bytes) { return _mm256_cvtepi8_epi16(_mm_shuffle_epi32(bytes, 0xD8)); }
+inline V widen_to_pair(__m128i bytes) { return _mm256_cvtepi8_epi16(_mm_shuffle_epi32(bytes, 0xD8)); }
+
+// 16 channels of two tiles, so widened, as [channel][2].
+inline void store_pair(s16* to, V even, V odd) {
+    store(to, _mm256_unpacklo_epi16(even, odd));
+    store(to + kPanel, _mm256_unpackhi_epi16(even, odd));
+}
 
 // Two tiles of 16 channels as pairs: [position][channel][2], `stride` values from position to position.
 template <class Transform, class Even, class Odd>
 __attribute__((always_inline)) inline void transform_pair(const Even& even, const Odd& odd, s16* to, s64 stride) {
     V first[kPositions];
-    transform_tile<Transform>([&](int i) { return widen_swapped(even(i)); }, [&](int position, V v) { first[position] = v; });
-    transform_tile<Transform>([&](int i) { return widen_swapped(odd(i)); }, [&](int position, V v) {
-        store(to + position * stride, _mm256_unpacklo_epi16(first[position], v));
-        store(to + position * stride + kPanel, _mm256_unpackhi_epi16(first[position], v));
+    transform_tile<Transform>([&](int i) { return widen_to_pair(even(i)); }, [&](int position, V v) { first[position] = v; });
+    transform_tile<Transform>([&](int i) { return widen_to_pair(odd(i)); }, [&](int position, V v) {
+        store_pair(to + position * stride, first[position], v);
     });
 }
 
