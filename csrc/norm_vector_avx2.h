@@ -265,9 +265,9 @@ struct Tally {
     }
 
     // V vectors by one clip: counted, and y = v * inverse, not yet rounded. As a rule all of a block lies within the clip: then
-    // there is nothing to count and nothing to cut off.
+    // there is nothing to count and nothing to cut off. Whether that was so.
     template <int V>
-    BYTEBACK_INLINE void scale(const __m256 (&v)[V], const Clip& clip, __m256 (&y)[V]) {
+    BYTEBACK_INLINE bool scale(const __m256 (&v)[V], const Clip& clip, __m256 (&y)[V]) {
         __m256i most = magnitude(v[0]);
 #pragma GCC unroll 4
         for (int i = 1; i < V; ++i) most = _mm256_max_epi32(most, magnitude(v[i]));
@@ -275,11 +275,12 @@ struct Tally {
             peak = _mm256_max_epi32(peak, most);
 #pragma GCC unroll 4
             for (int i = 0; i < V; ++i) y[i] = _mm256_mul_ps(v[i], clip.inverse);
-            return;
+            return true;
         }
         const bool special = see(v);
 #pragma GCC unroll 4
         for (int i = 0; i < V; ++i) y[i] = scaled(v[i], clip, special);
+        return false;
     }
 
     Report report() const {

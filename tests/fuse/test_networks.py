@@ -173,7 +173,7 @@ class Follow(TorchFunctionMode):
         begun = [item for item in flat if id(item) in self.pending]
         for item in flat:
             if block := self.done.get(id(item)):
-                known = {"cat": "feeds_join", "max_pool2d": "feeds_pool"} | {
+                known = {"cat": "feeds_join", "max_pool2d": "feeds_pool", "avg_pool2d": "feeds_pool"} | {
                     n: "feeds_add" for n, s in STAGE_OF.items() if s == "add"
                 }
                 feeds = "feeds_conv" if is_conv else known.get(name, "feeds_other")

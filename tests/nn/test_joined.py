@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import byteback
 from byteback import ops
+from byteback.fuse import find_blocks
+from byteback.models.resnet import SmallResNet
 from byteback.nn.activation import Activation, source_of
 from byteback.nn.joined import Floats, Joined
 
@@ -257,9 +259,5 @@ def test_a_pool_of_single_pixels_is_torchs(memory_format: torch.memory_format, o
 
 
 def test_a_network_that_skips_pixels_hands_on_its_integers() -> None:
-    from byteback.fuse import find_blocks
-    from byteback.models.resnet import SmallResNet
-
-    plan = find_blocks(SmallResNet(1))
-    before = next(block for block in plan.blocks if block.conv == "layer1.0.conv2")
+    before = find_blocks(SmallResNet(1)).blocks["layer1.0.conv2"]
     assert before.feeds_pool and before.feeds_conv and not before.feeds_other

@@ -46,6 +46,11 @@ KEY = torch.tensor([0x12345678, 0x9ABCDEF0])
 V = [floats(17) + i for i in range(5)]
 ONE = torch.tensor(1.5)
 
+
+def _flat(batch: Any) -> tuple[Any, ...]:
+    return (*batch[:5], *batch.made)
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "conv_int8": lambda: ops.conv_int8(X, S4, W, S4, *GEOMETRY),
     "conv_int8_deep": lambda: ops.conv_int8(i8(2, 1100, 6, 6), S4, i8(8, 1100, 3, 3, seed=3), S4, *GEOMETRY),
@@ -77,6 +82,20 @@ CALLS: dict[str, Callable[[], Any]] = {
     "norm_gradient": lambda: ops.norm_gradient(V[0], *(v.double() for v in V[1:5]), 7192),
     "normalize_peak": lambda: ops.normalize_peak(F4, *V[:2], F4, "silu"),
     "normalize": lambda: ops.normalize(F4, *V[:2], F4, "relu", ONE, want_float=True, want_mask=True, keep="bfloat16"),
+    "normalize_batch": lambda: _flat(
+        ops.normalize_batch(
+            F4,
+            ops.BatchNorm(*V[:3], 1e-5, None, 0.1),
+            F4,
+            "relu",
+            want_int8=True,
+            want_float=True,
+            want_mask=True,
+        )
+    ),
+    "normalize_grad_batch": lambda: ops.normalize_grad_batch(
+        *(F4, F4, *V[:2], None, "relu", V[2].double(), V[3].double()), want_masked=True
+    ),
     "normalize_grad_sums": lambda: ops.normalize_grad_sums(F4, F4, *V[:2], None, "relu6", want_masked=True),
     "normalize_grad": lambda: ops.normalize_grad(F4, F4, *V[:2], None, "hardswish", *V[2:]),
     "normalize_grad_moments": lambda: ops.normalize_grad_moments(F4, F4, None, None, None, "none", *V[2:]),
@@ -89,7 +108,8 @@ by_call = pytest.mark.parametrize("call", list(CALLS))
 
 
 def test_every_operator_is_listed_here() -> None:
-    names = [name for name in ops.__all__ if name not in ("ACTIVATIONS", "Coefficients", "Into", "Normalized", "Residual")]
+    others = ("ACTIVATIONS", "BatchNorm", "Coefficients", "Into", "Normalized", "Residual")
+    names = [name for name in ops.__all__ if name not in others]
     assert [name for name in names if not any(call.startswith(name) for call in CALLS)] == []
 
 
