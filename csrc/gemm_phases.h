@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // grad_input of a convolution with a stride, for images: all phases of a band of the result together.
 //
-// gemm_product.h has the phases: the pixels of the result that meet the same taps. Each is a product over neighbouring pixels of
-// the gradient, so the gradient's rows under a band are packed once, with zeros around them, and every phase reads them in
+// gemm_product.h has the phases: the pixels of the result that meet the same taps. Each is a product over neighbouring pixels
+// of the gradient, so the gradient's rows under a band are packed once, with zeros around them, and every phase reads them in
 // place. Nothing is gathered tap by tap, and the band is written while it is in the cache.
 //
-//   source   [row][column][channel], `width` columns with the zeros; pixel i of a phase begins i pixels on, from row to row alike
+//   source   [row][column][channel], `width` columns with the zeros; pixel i of a phase begins i pixels on, across rows too
 //   run      taps side by side: their channels lie together, so they are one depth of the multiply
 //
 // What a phase makes in the columns of zeros is thrown away. `Micro` is the multiply kernel (gemm_micro_*.h).
@@ -52,12 +52,14 @@ struct Phase {
 template <class Micro>
 class Phases {
 public:
-    // What this serves: whole panels of channels, and images that are wide enough for the zeros beside them not to matter.
+    // What this serves: whole panels of channels, and images that are wide enough for the zeros beside them not to matter; the
+    // slower the multiply, the wider.
     static bool fit(const ConvShape& s) {
         const bool image = s.in[0] == 1 && s.out[0] == 1 && s.kernel[0] == 1 && s.stride[0] == 1 && s.padding[0] == 0;
-        const s64 reach = (s.kernel[2] - 1) * s.dilation[2] / s.stride[2];
-        return image && s.stride[1] * s.stride[2] > 1 && s.group_in() % kColumns == 0 && s.group_out() % 16 == 0 &&
-               s.taps() * s.group_out() <= kInt32Depth && s.out[2] >= std::max<s64>(8, 8 * reach) && !leaves_pixels_out(s);
+        const s64 reach = (s.kernel[2] - 1) * s.dilation[2] / s.stride[2], wide = Micro::kBytes == 1 ? 8 : 16;
+        const bool any = s.batch > 0 && s.group_in() > 0 && s.group_out() > 0 && s.in[1] > 0 && s.in[2] > 0;
+        return image && any && s.stride[1] * s.stride[2] > 1 && s.group_in() % kColumns == 0 && s.group_out() % 16 == 0 &&
+               s.taps() * s.group_out() <= kInt32Depth && s.out[2] >= wide * std::max<s64>(1, reach) && !leaves_pixels_out(s);
     }
 
     Phases(const ConvShape& shape, s64 group, const s8* gradient, const s8* w, Factor factor, f32* dx, int threads)
@@ -68,7 +70,8 @@ public:
                 Phase phase{};
                 Product& p = phase.product;
                 p.depth = K, p.batch = s.batch, p.factor = factor;
-                p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels, p.result_begin = group * C, p.columns = C;
+                p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels;
+                p.result_begin = group * C, p.columns = C;
                 if (!phase_of(s, {0, h, v}, p)) continue;
                 std::sort(p.taps.begin(), p.taps.end(), [](const Tap& a, const Tap& b) {
                     return a.offset[1] != b.offset[1] ? a.offset[1] < b.offset[1] : a.offset[2] < b.offset[2];
@@ -148,7 +151,8 @@ private:
             const Product& p = phase.product;
             for (s64 i = 0; i < static_cast<s64>(to.size()); ++i) {
                 const s64 y = begin + i / width, x = i % width;
-                to[static_cast<size_t>(i)] = i < count && y < p.grid[1] && x < p.grid[2] ? result_of(p, {n, {0, y, x}}) : nullptr;
+                const bool pixel_of_phase = i < count && y < p.grid[1] && x < p.grid[2];
+                to[static_cast<size_t>(i)] = pixel_of_phase ? result_of(p, {n, {0, y, x}}) : nullptr;
             }
             // A few pixels meet all panels before the next ones come: they stay in the first-level cache meanwhile.
             const s64 each = std::max<s64>(1, kPixelBytes / (pixel * (high[0] - low[0] + 1)) / Micro::kRows) * Micro::kRows;
@@ -172,9 +176,9 @@ private:
         for (s64 i = begin; i < end; i += Micro::kRows) {
             for (const TapRun& run : phase.runs) {
                 const s64 at = (run.row - low[0]) * width + run.column - low[1] + i;
+                const s32* start = run.first == 0 ? phase.packed.starts + j : none;
                 multiply_block<Micro>(A + at * pixel, pixel, 4, B + run.first * K * kColumns * Micro::kBytes,
-                                      run.taps * K / Micro::kUnit, run.first == 0 ? phase.packed.starts + j : none, sums, kColumns,
-                                      run.first > 0);
+                                      run.taps * K / Micro::kUnit, start, sums, kColumns, run.first > 0);
             }
             for (s64 k = 0; k < Micro::kRows; ++k)
                 if (to[static_cast<size_t>(i + k)])

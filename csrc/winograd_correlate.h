@@ -120,22 +120,29 @@ void prepare_weights(const Correlation& c, s64 first, s64 columns, CorrelationTh
     own.chunk = safe_chunk(own.magnitudes, panels, depth);
 }
 
-// All products of a block of tiles over the summed channels begin .. end-1. A few tiles (kRows) meet all panels before the next ones come,
-// which are fetched meanwhile: the panels of one position stay in the first-level cache.
+// All products of a block of tiles over the summed channels begin .. end-1. A few tiles (kRows) meet all panels before the next
+// ones come, which are fetched meanwhile: the panels of one position stay in the first-level cache. With one panel all tiles
+// meet it in one call, or a few tiles all positions.
 void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const CorrelationThread& own, const char* inputs, s64 tiles,
                     s64 panels, s64 begin, s64 end) {
     const s64 depth = c.weights.depth(), lines = panel_lines(depth), pairs = ceil_div(end - begin, 2);
+    if (panels == 1 && tiles <= kRows) {
+        const Repeat over_positions{kPositions, p.plane, lines * 2 * kPanel, kPanel};
+        const char* a = inputs + begin * 2;
+        multiply(tiles, a, p.row, 4, own.panels + begin / 2 * 2 * kPanel, pairs, own.products, {a + p.plane, 32}, over_positions);
+        return;
+    }
+    const s64 at_once = panels == 1 ? std::max<s64>(1, tiles / kRows) * kRows : kRows;
+    const Repeat over_tiles{at_once / kRows, kRows * p.row, 0, kRows * kTile};
+    const Repeat over_panels{panels, 0, panel_size(depth), p.block_tiles * kTile};
     for (int position = 0; position < kPositions; ++position) {
         const char* plane = inputs + position * p.plane + begin * 2;
         const s16* b = own.panels + (position * lines + begin / 2) * 2 * kPanel;
-        for (s64 tile = 0; tile < tiles; tile += kRows) {
+        for (s64 tile = 0; tile < tiles; tile += at_once) {
             const char* a = plane + tile * p.row;
             const char* next = tile + kRows < tiles ? a + kRows * p.row : plane + p.plane;
-            for (s64 panel = 0; panel < panels; ++panel) {
-                s32* to = own.products + (panel * p.block_tiles + tile) * kTile + position * kPanel;
-                const Ahead ahead = panel == 0 ? Ahead{next, 32} : Ahead{a, 0};
-                multiply(std::min<s64>(kRows, tiles - tile), a, p.row, 4, b + panel * panel_size(depth), pairs, to, ahead);
-            }
+            multiply(std::min<s64>(kRows, tiles - tile), a, p.row, 4, b, pairs, own.products + tile * kTile + position * kPanel,
+                     {next, 32}, panels > 1 ? over_panels : tile == 0 ? over_tiles : Repeat{});
         }
     }
 }
@@ -146,8 +153,9 @@ void correlate_block(const Correlation& c, const CorrelationPlan& p, const Corre
     for (s64 begin = 0; begin < depth; begin += own.chunk) {
         const s64 end = std::min(depth, begin + own.chunk);
         multiply_chunk(c, p, own, inputs, tiles, panels, begin, end);
-        for (s64 tile = 0, image = -1; tile < tiles; ++tile) {
-            const TilePlace place = place_tile(c, first_tile + tile);
+        TileWalk walk(c, first_tile);
+        for (s64 tile = 0, image = -1; tile < tiles; ++tile, walk.next()) {
+            const TilePlace place = walk.place();
             if (place.image != image)
                 for (s64 panel = 0; panel < panels; ++panel) {
                     const s64 column = first_column + panel * kPanel;
@@ -155,8 +163,8 @@ void correlate_block(const Correlation& c, const CorrelationPlan& p, const Corre
                                  own.factors + panel * kPanel);
                 }
             image = place.image;
-            finish_panels(c, place, first_column, panels, own.factors, own.products + tile * kTile, own.sums + tile * 16 * kPanel,
-                          p.block_tiles, begin == 0, end == depth);
+            finish_panels(c, place, first_column, panels, own.factors, own.products + tile * kTile,
+                          own.sums + tile * 16 * kPanel, p.block_tiles, begin == 0, end == depth);
         }
     }
 }
@@ -170,12 +178,15 @@ void correlate_batch(const Correlation& c, const CorrelationPlan& p, const Share
             body(first + tile, std::min(p.block_tiles, count - tile), inputs);
         }
     };
-    if (!p.fused) for_blocks([&](s64 tile, s64 tiles, char* inputs) { transform_inputs(c, p, tile, tile + tiles, own.strip, inputs); });
+    const auto transform = [&](s64 tile, s64 tiles, char* inputs) {
+        transform_inputs(c, p, tile, tile + tiles, own.strip, inputs);
+    };
+    if (!p.fused) for_blocks(transform);
     for (s64 column = share.column_begin; column < share.column_end; column += p.block_width) {
         const s64 columns = std::min(p.block_width, share.column_end - column);
         prepare_weights(c, column, columns, own);
         for_blocks([&](s64 tile, s64 tiles, char* inputs) {
-            if (p.fused) transform_inputs(c, p, tile, tile + tiles, own.strip, inputs);
+            if (p.fused) transform(tile, tiles, inputs);
             correlate_block(c, p, own, inputs, tile, tiles, column, columns);
         });
     }

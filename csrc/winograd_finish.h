@@ -34,12 +34,29 @@ struct TilePlace {
     s64 first;              // the upper left one
 };
 
-inline TilePlace place_tile(const Correlation& c, s64 tile) {
-    const Tiling& t = c.tiling;
-    const s64 image = tile / t.per_image(), at = tile % t.per_image();
-    const s64 top = at / t.tiles_w * 4, left = at % t.tiles_w * 4;
-    return {image, std::min<s64>(4, c.height - top), std::min<s64>(4, c.width - left), (image * c.height + top) * c.width + left};
-}
+// One tile after the other, with one division for all.
+class TileWalk {
+public:
+    TileWalk(const Correlation& correlation, s64 tile) : c(correlation) {
+        const s64 per_image = c.tiling.per_image(), at = tile % per_image;
+        image = tile / per_image, top = at / c.tiling.tiles_w * 4, left = at % c.tiling.tiles_w * 4;
+    }
+    TilePlace place() const {
+        const s64 rows = std::min<s64>(4, c.height - top), cols = std::min<s64>(4, c.width - left);
+        return {image, rows, cols, (image * c.height + top) * c.width + left};
+    }
+    void next() {
+        if ((left += 4) < c.width) return;
+        left = 0;
+        if ((top += 4) < c.height) return;
+        top = 0;
+        ++image;
+    }
+
+private:
+    const Correlation& c;
+    s64 image, top, left;
+};
 
 // A whole tile of 16 whole columns, whose products are complete.
 template <bool kStreaming>
@@ -68,7 +85,8 @@ inline void write_tile(const s32* products, const f32* factors, f32* y, s64 pixe
 }
 
 // 4x4 x 16 integers to floats in y; the tile may stick out of the image, the panel out of the channels.
-inline void store_tile(const Correlation& c, const TilePlace& at, s64 column, const f32* factors, const V (&values)[kVectors][16]) {
+inline void store_tile(const Correlation& c, const TilePlace& at, s64 column, const f32* factors,
+                       const V (&values)[kVectors][16]) {
     const s64 columns = c.weights.width - column;
     f32* corner = c.finish ? nullptr : c.y + at.first * c.weights.width + column;
     Floats scales[kVectors];
@@ -77,7 +95,8 @@ inline void store_tile(const Correlation& c, const TilePlace& at, s64 column, co
         for (s64 j = 0; j < at.cols; ++j) {
             if (c.finish) {
                 alignas(64) f32 own[kPanel];
-                for (int k = 0; k < kVectors; ++k) store_floats(own + k * kLanes, scale(values[k][i * 4 + j], scales[k]), kLanes);
+                for (int k = 0; k < kVectors; ++k)
+                    store_floats(own + k * kLanes, scale(values[k][i * 4 + j], scales[k]), kLanes);
                 (*c.finish)(at.first + i * c.width + j, column, std::min<s64>(kPanel, columns), own);
                 continue;
             }
@@ -93,8 +112,8 @@ inline void store_tile(const Correlation& c, const TilePlace& at, s64 column, co
 }
 
 // Products of one tile and panel to results; earlier chunks are added, later ones are still to come unless `last`.
-inline void finish_tile(const Correlation& c, const TilePlace& at, s64 column, const f32* factors, const s32* products, s32* sums,
-                        bool first, bool last) {
+inline void finish_tile(const Correlation& c, const TilePlace& at, s64 column, const f32* factors, const s32* products,
+                        s32* sums, bool first, bool last) {
     V values[kVectors][16];
     for (int k = 0; k < kVectors; ++k) {
         V half[24];

@@ -32,8 +32,8 @@ __attribute__((always_inline)) inline void multiply_row(__m256i& low, __m256i& h
 // next pair is `step` bytes on, so that rows may lie one after the other (output) or interleaved (grad_weight). b is dense, 64
 // bytes a pair.
 template <int kCount>
-__attribute__((noinline)) void multiply_rows(const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products,
-                                             Ahead ahead) {
+__attribute__((always_inline)) inline void multiply_once(const char* a, s64 row, s64 step, const s16* b, s64 pairs,
+                                                         s32* products, Ahead ahead) {
     // Named sums: of an array gcc 12 keeps a copy in memory.
     const __m256i zero = _mm256_setzero_si256();
     __m256i low0 = zero, low1 = zero, low2 = zero, low3 = zero, low4 = zero, low5 = zero;
@@ -66,15 +66,25 @@ __attribute__((noinline)) void multiply_rows(const char* a, s64 row, s64 step, c
     if constexpr (kCount > 5) store(5, low5, high5);
 }
 
+template <int kCount>
+__attribute__((noinline)) void multiply_rows(const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products,
+                                             Ahead ahead, const Repeat& repeat) {
+    for (s64 i = 0; i < repeat.count; ++i) {
+        multiply_once<kCount>(a, row, step, b, pairs, products, ahead);
+        a += repeat.a, ahead.at += repeat.a, b += repeat.b, products += repeat.products;
+    }
+}
+
 // The same for 1 to 6 rows.
-inline void multiply(s64 rows, const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products, Ahead ahead) {
+inline void multiply(s64 rows, const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products, Ahead ahead,
+                     const Repeat& repeat = {}) {
     switch (rows) {
-        case 1: return multiply_rows<1>(a, row, step, b, pairs, products, ahead);
-        case 2: return multiply_rows<2>(a, row, step, b, pairs, products, ahead);
-        case 3: return multiply_rows<3>(a, row, step, b, pairs, products, ahead);
-        case 4: return multiply_rows<4>(a, row, step, b, pairs, products, ahead);
-        case 5: return multiply_rows<5>(a, row, step, b, pairs, products, ahead);
-        default: return multiply_rows<6>(a, row, step, b, pairs, products, ahead);
+        case 1: return multiply_rows<1>(a, row, step, b, pairs, products, ahead, repeat);
+        case 2: return multiply_rows<2>(a, row, step, b, pairs, products, ahead, repeat);
+        case 3: return multiply_rows<3>(a, row, step, b, pairs, products, ahead, repeat);
+        case 4: return multiply_rows<4>(a, row, step, b, pairs, products, ahead, repeat);
+        case 5: return multiply_rows<5>(a, row, step, b, pairs, products, ahead, repeat);
+        default: return multiply_rows<6>(a, row, step, b, pairs, products, ahead, repeat);
     }
 }
 

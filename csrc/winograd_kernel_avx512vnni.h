@@ -67,16 +67,20 @@ __attribute__((always_inline)) inline void multiply_rows(std::integer_sequence<i
 
 template <int kCount>
 __attribute__((noinline)) void multiply_exactly(const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products,
-                                                Ahead ahead) {
-    multiply_rows(std::make_integer_sequence<int, kCount>(), a, row, step, b, pairs, products, ahead);
+                                                Ahead ahead, const Repeat& repeat) {
+    for (s64 i = 0; i < repeat.count; ++i) {
+        multiply_rows(std::make_integer_sequence<int, kCount>(), a, row, step, b, pairs, products, ahead);
+        a += repeat.a, ahead.at += repeat.a, b += repeat.b, products += repeat.products;
+    }
 }
 
 // The same for 1 to 24 rows.
 template <int kCount = kRows>
-inline void multiply(s64 rows, const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products, Ahead ahead) {
+inline void multiply(s64 rows, const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products, Ahead ahead,
+                     const Repeat& repeat = {}) {
     if constexpr (kCount > 1)
-        if (rows < kCount) return multiply<kCount - 1>(rows, a, row, step, b, pairs, products, ahead);
-    multiply_exactly<kCount>(a, row, step, b, pairs, products, ahead);
+        if (rows < kCount) return multiply<kCount - 1>(rows, a, row, step, b, pairs, products, ahead, repeat);
+    multiply_exactly<kCount>(a, row, step, b, pairs, products, ahead, repeat);
 }
 
 }  // namespace

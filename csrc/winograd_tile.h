@@ -20,6 +20,11 @@ struct Ahead {
     s64 step;
 };
 
+// How often a multiply is done in one call, and how far it moves on each time: `a` in bytes, `b` and the products in values.
+struct Repeat {
+    s64 count = 1, a = 0, b = 0, products = 0;
+};
+
 // The 36 values of a tile as emit(position, vector); read(i) is the vector of pixel i (winograd_transform.h).
 template <class Transform, class Read, class Emit>
 inline void transform_tile(const Read& read, const Emit& emit);

@@ -62,8 +62,8 @@ inline void store_channels(void* to, Half v) { store(to, _mm512_zextsi256_si512(
 
 // 16 channels of two tiles as [channel][2].
 inline void store_pair(s16* to, Half even, Half odd) {
-    const V order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3,
-                                     34, 2, 33, 1, 32, 0);
+    const V order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
+                                     39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     store(to, _mm512_permutex2var_epi16(_mm512_castsi256_si512(even), order, _mm512_castsi256_si512(odd)));
 }
 

@@ -63,12 +63,16 @@ def test_drawn_strided_grad_inputs_equal_the_reference(part: int, per_index: boo
         assert_equal(drawn(rng), per_index, seed)
 
 
-@pytest.mark.parametrize("size", [15, 16, 17, 18])
+@pytest.mark.parametrize("size", [17, 18, 35, 36])
 def test_odd_and_even_images_equal_the_reference(size: int) -> None:
     """The phases of an odd image have grids of different sizes."""
     for padding in (0, 1, 2):
         case = Geometry(3, (32, 64), 1, (size, size), (3, 3), (2, 2), (padding, padding), (1, 1))
         assert_equal(case, True, size)
+
+
+def test_an_empty_batch_gives_an_empty_gradient() -> None:
+    assert_equal(Geometry(0, (16, 16), 1, (16, 16), (3, 3), (2, 2), (1, 1), (1, 1)), False, 0)
 
 
 def test_a_large_result_past_the_caches_equals_the_reference() -> None:
