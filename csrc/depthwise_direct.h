@@ -3,7 +3,8 @@
 //
 // No row pairs are made, so nothing is written but the result, in whole cache lines. Against the stencil over row pairs, on the
 // layers of MobileNetV2: 1.3 to 1.7x with stride 2, 1.0 to 1.2x with stride 1. A tap beyond the image reads zeros.
-// Two products fit int16 (2 * 127 * 127 = 32258); pairs of such sums are interleaved and added into int32 by vpmaddwd.
+// The three taps of a row: two products fit int16 together (2 * 127 * 127 = 32258), and one vpmaddwd multiplies the third and
+// adds the sum of the two, (x2, x0 w0 + x1 w1) · (w2, 1), into int32.
 //
 // For depthwise_avx2.cpp only: it holds AVX2 code, so everything is in an anonymous namespace.
 #pragma once
@@ -26,44 +27,49 @@ struct Direct {
 // Asked of what is a stencil already.
 bool is_direct(const ConvShape& s) { return s.kernel[1] == 3 && s.in_channels % kLane == 0; }
 
-// [block of 16 channels][tap][channel]
+constexpr s64 kRowTaps = 4 * kLane;  // int16 values that a row of taps takes for 16 channels
+
+// [block of 16 channels][row of taps][w0, w1, low (w2, 1), high (w2, 1)]
 void pack_direct(s64 channels, bool flipped, const s8* w, s16* packed) {
-    for (s64 block = 0; block < channels; block += kLane, packed += 9 * kLane)
-        for (s64 c = 0; c < kLane; ++c)
-            for (s64 t = 0; t < 9; ++t) packed[t * kLane + c] = w[(block + c) * 9 + (flipped ? 8 - t : t)];
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (s64 block = 0; block < channels; block += kLane)
+        for (s64 r = 0; r < 3; ++r, packed += kRowTaps) {
+            for (s64 c = 0; c < kLane; ++c)
+                for (s64 t = 0; t < 3; ++t) packed[t * kLane + c] = w[(block + c) * 9 + (flipped ? 8 - 3 * r - t : 3 * r + t)];
+            const __m256i third = load(packed + 2 * kLane);
+            store(packed + 2 * kLane, _mm256_unpacklo_epi16(third, ones));
+            store(packed + 3 * kLane, _mm256_unpackhi_epi16(third, ones));
+        }
 }
 
-// Sums of two products each, as int16, added up in int32. Unpacking works within halves: low has channels 0..3 and 8..11.
+// The sums of 16 channels, eight and eight, as floats.
+template <bool Stream>
+[[gnu::always_inline]] inline void write_lane(__m256i first, __m256i second, const f32* factors, f32* out) {
+    const __m256 y[2] = {_mm256_mul_ps(_mm256_cvtepi32_ps(first), _mm256_load_ps(factors)),
+                         _mm256_mul_ps(_mm256_cvtepi32_ps(second), _mm256_load_ps(factors + 8))};
+    for (int i = 0; i < 2; ++i) Stream ? _mm256_stream_ps(out + 8 * i, y[i]) : _mm256_storeu_ps(out + 8 * i, y[i]);
+}
+
+// Sums of 16 channels in int32. Unpacking works within halves: low has channels 0..3 and 8..11.
 struct Wide {
     __m256i low, high;
 
-    void set(__m256i a) {
-        low = _mm256_srai_epi32(_mm256_unpacklo_epi16(a, a), 16);
-        high = _mm256_srai_epi32(_mm256_unpackhi_epi16(a, a), 16);
+    // A row of taps, its weights as packed.
+    [[gnu::always_inline]] void set_row(__m256i x0, __m256i x1, __m256i x2, const s16* w) {
+        const __m256i two = _mm256_add_epi16(_mm256_mullo_epi16(x0, load(w)), _mm256_mullo_epi16(x1, load(w + kLane)));
+        low = _mm256_madd_epi16(_mm256_unpacklo_epi16(x2, two), load(w + 2 * kLane));
+        high = _mm256_madd_epi16(_mm256_unpackhi_epi16(x2, two), load(w + 3 * kLane));
     }
-    // a + b
-    void set(__m256i a, __m256i b) {
-        const __m256i ones = _mm256_set1_epi16(1);
-        low = _mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), ones);
-        high = _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), ones);
-    }
-    void add(__m256i a, __m256i b) {
+    [[gnu::always_inline]] void add_row(__m256i x0, __m256i x1, __m256i x2, const s16* w) {
         Wide more;
-        more.set(a, b);
+        more.set_row(x0, x1, x2, w);
         low = _mm256_add_epi32(low, more.low);
         high = _mm256_add_epi32(high, more.high);
-    }
-    void add(__m256i a) {
-        low = _mm256_add_epi32(low, _mm256_srai_epi32(_mm256_unpacklo_epi16(a, a), 16));
-        high = _mm256_add_epi32(high, _mm256_srai_epi32(_mm256_unpackhi_epi16(a, a), 16));
     }
 
     template <bool Stream>
     void write(const f32* factors, f32* out) const {
-        const __m256 first = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(low, high, 0x20));
-        const __m256 second = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(low, high, 0x31));
-        const __m256 y[2] = {_mm256_mul_ps(first, _mm256_load_ps(factors)), _mm256_mul_ps(second, _mm256_load_ps(factors + 8))};
-        for (int i = 0; i < 2; ++i) Stream ? _mm256_stream_ps(out + 8 * i, y[i]) : _mm256_storeu_ps(out + 8 * i, y[i]);
+        write_lane<Stream>(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31), factors, out);
     }
 };
 
@@ -74,15 +80,13 @@ struct Wide {
 // One pixel, anywhere: from[t] points at the source of tap t, or at zeros.
 template <bool Stream>
 void direct_pixel(const s8* const (&from)[9], const s16* weights, const f32* factors, f32* out, s64 channels) {
-    for (s64 c = 0; c < channels; c += kLane, weights += 9 * kLane) {
-        const auto product = [&](int t) BYTEBACK_INLINE {
-            return _mm256_mullo_epi16(widen_bytes(from[t] + c), load(weights + t * kLane));
-        };
-        const auto two = [&](int t) BYTEBACK_INLINE { return _mm256_add_epi16(product(t), product(t + 1)); };
+    for (s64 c = 0; c < channels; c += kLane, weights += 3 * kRowTaps) {
         Wide sum;
-        sum.set(two(0), two(2));
-        sum.add(two(4), two(6));
-        sum.add(product(8));
+        unroll<3>([&](auto r) BYTEBACK_INLINE {
+            const auto x = [&](int t) BYTEBACK_INLINE { return widen_bytes(from[3 * r + t] + c); };
+            if constexpr (r == 0) sum.set_row(x(0), x(1), x(2), weights);
+            else sum.add_row(x(0), x(1), x(2), weights + r * kRowTaps);
+        });
         sum.write<Stream>(factors + c, out + c);
     }
 }
@@ -91,23 +95,15 @@ void direct_pixel(const s8* const (&from)[9], const s16* weights, const f32* fac
 template <int Stride, bool Stream>
 void direct_two(const s8* const (&row)[Stride + 3], const s16* weights, const f32* factors, f32* const (&out)[2],
                 s64 channels) {
-    for (s64 c = 0; c < channels; c += kLane, weights += 9 * kLane) {
+    for (s64 c = 0; c < channels; c += kLane, weights += 3 * kRowTaps) {
         Wide sum[2];
-        __m256i held[2], third[2];  // of each pixel: the first two columns of its first row, and its last column
         unroll<Stride + 3>([&](auto r) BYTEBACK_INLINE {
             const s8* at = row[r] + c;
             const __m256i x0 = widen_bytes(at), x1 = widen_bytes(at + channels), x2 = widen_bytes(at + 2 * channels);
             unroll<2>([&](auto k) BYTEBACK_INLINE {
                 constexpr int t = r - k * Stride;
-                if constexpr (t >= 0 && t < 3) {
-                    const s16* w = weights + 3 * t * kLane;
-                    const __m256i zeroth = _mm256_mullo_epi16(x0, load(w)), first = _mm256_mullo_epi16(x1, load(w + kLane));
-                    const __m256i two = _mm256_add_epi16(zeroth, first);
-                    const __m256i one = _mm256_mullo_epi16(x2, load(w + 2 * kLane));
-                    if constexpr (t == 0) held[k] = two, third[k] = one;
-                    if constexpr (t == 1) sum[k].set(held[k], two), third[k] = _mm256_add_epi16(third[k], one);
-                    if constexpr (t == 2) sum[k].add(two, third[k]), sum[k].add(one);
-                }
+                if constexpr (t == 0) sum[k].set_row(x0, x1, x2, weights);
+                if constexpr (t == 1 || t == 2) sum[k].add_row(x0, x1, x2, weights + t * kRowTaps);
             });
         });
         for (int k = 0; k < 2; ++k) sum[k].write<Stream>(factors + c, out[k] + c);
@@ -199,7 +195,8 @@ private:
 template <int Stride>
 void direct(const Direct& p, const s8* source, const s8* w, Factor factor, f32* destination, int threads,
             const Epilogue* finish = nullptr) {
-    s16* weights = reinterpret_cast<s16*>(scratch<SharedScratch>(static_cast<size_t>(9 * p.channels) * sizeof(s16)));
+    const size_t count = static_cast<size_t>(p.channels / kLane * 3 * kRowTaps);
+    s16* weights = reinterpret_cast<s16*>(scratch<SharedScratch>(count * sizeof(s16)));
     pack_direct(p.channels, p.flipped, w, weights);
     const s64 bytes = p.frames * p.to[0] * p.to[1] * p.channels * static_cast<s64>(sizeof(f32));
     const bool stream = !finish && bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(destination) % 64 == 0;

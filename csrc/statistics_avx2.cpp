@@ -136,7 +136,8 @@ struct Cosine {
     }
 };
 
-// x·q and x·x for one live clip, and the same of what lies beyond it.
+// x·q and x·x for one live clip, and the same of what lies beyond it. That is little: a first walk through the rows marks those
+// that have some, a second one adds them up. Other rows would add zeros. Beyond the clip q = ±127, so x·q = 127 |x|.
 struct CosineSlope {
     using Aside = f64;  // q·q in four lanes
     static constexpr int vectors = 1;
@@ -144,33 +145,47 @@ struct CosineSlope {
 
     static constexpr s64 sums() { return 4; }
 
-    // x where |x| > bound, else 0. Comparing float64 is cheaper than widening what float32 compared.
-    static Wide beyond(const Wide& x, __m256d bound) {
-        const auto part = [&](__m256d a) {
-            return _mm256_and_pd(a, _mm256_cmp_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), a), bound, _CMP_GT_OQ));
-        };
-        return {part(x.low), part(x.high)};
-    }
-
     template <int V, class Lanes>
     void columns(const Piece& piece, s64 c, Lanes lanes, f64* acc, s64 padded, f64* aside) const {
-        const __m256 inverse = _mm256_set1_ps(inverse_scale(clip));
-        const __m256d bound = _mm256_set1_pd(clip);
-        Sums<V> xq(acc), xx(acc + padded), xq_beyond(acc + 2 * padded), xx_beyond(acc + 3 * padded);
-        __m256 integers = _mm256_setzero_ps();
+        static_assert(kStatisticsBlock <= 64, "a bit for every row");
+        const __m256 inverse = _mm256_set1_ps(inverse_scale(clip)), bound = _mm256_set1_ps(clip), sign = _mm256_set1_ps(-0.0f);
+        Sums<V> xq(acc), xx(acc + padded);
+        __m256 integers[V] = {};
+        u64 marked[V] = {};
         for (s64 row = 0; row < piece.rows; ++row) {
             const f32* from = piece.x + row * piece.x_stride + c;
             piece.fetch_ahead(c, row);
-            const __m256 x = lanes.load(from), q = nearest(_mm256_mul_ps(x, inverse));
-            const Wide wide_x = lanes.wide(from, x), wide_q = widen(q), outer = beyond(wide_x, bound);
-            xq.add_product(0, wide_x, wide_q);
-            xx.add_product(0, wide_x, wide_x);
-            xq_beyond.add_product(0, outer, wide_q);
-            xx_beyond.add_product(0, outer, outer);
-            integers = _mm256_fmadd_ps(q, q, integers);
+            for (int v = 0; v < V; ++v) {
+                const __m256 x = lanes.load(from + 8 * v), q = nearest(_mm256_mul_ps(x, inverse));
+                const Wide wide = lanes.wide(from + 8 * v, x);
+                xq.add_product(v, wide, widen(q));
+                xx.add_product(v, wide, wide);
+                integers[v] = _mm256_fmadd_ps(q, q, integers[v]);
+                const __m256 beyond = _mm256_cmp_ps(_mm256_andnot_ps(sign, x), bound, _CMP_GT_OQ);
+                marked[v] |= static_cast<u64>(_mm256_movemask_ps(beyond) != 0) << row;
+            }
         }
-        xq.save(acc), xx.save(acc + padded), xq_beyond.save(acc + 2 * padded), xx_beyond.save(acc + 3 * padded);
-        add_integers(aside, integers);
+        xq.save(acc), xx.save(acc + padded);
+        for (int v = 0; v < V; ++v) {
+            add_integers(aside, integers[v]);
+            add_beyond(marked[v], piece, c + 8 * v, lanes, acc + 2 * padded + 8 * v, acc + 3 * padded + 8 * v);
+        }
+    }
+
+private:
+    template <class Lanes>
+    void add_beyond(u64 rows, const Piece& piece, s64 c, Lanes lanes, f64* products, f64* squares) const {
+        if (!rows) return;
+        const __m256 bound = _mm256_set1_ps(clip), sign = _mm256_set1_ps(-0.0f);
+        const Wide most{_mm256_set1_pd(kMax), _mm256_set1_pd(kMax)};
+        Sums<1> xq(products), xx(squares);
+        for (; rows; rows &= rows - 1) {
+            const __m256 size = _mm256_andnot_ps(sign, lanes.load(piece.x + __builtin_ctzll(rows) * piece.x_stride + c));
+            const Wide outer = widen(_mm256_and_ps(size, _mm256_cmp_ps(size, bound, _CMP_GT_OQ)));
+            xq.add_product(0, outer, most);
+            xx.add_product(0, outer, outer);
+        }
+        xq.save(products), xx.save(squares);
     }
 };
 
