@@ -129,3 +129,27 @@ def test_an_activation_that_a_pool_saves_counts_as_what_it_is_made_of() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3))
     report = byteback.memory(byteback.prepare(model, "plain-int8"), torch.rand(2, 3, 12, 12))
     assert report.saved >= 2 * 8 * 10 * 10  # at least a byte for each value that the pool reads
+
+
+class Branches(nn.Module):
+    """Two blocks side by side, as in an Inception: a convolution and a float pool read both of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.left = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.right = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.after = nn.Conv2d(32, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        both = torch.cat([self.left(x), self.right(x)], 1)
+        return self.after(both).mean() + F.avg_pool2d(both, 3, stride=1, padding=1).mean()
+
+
+def test_a_concatenation_that_is_kept_is_counted() -> None:
+    torch.manual_seed(0)
+    model, images = Branches(), torch.randn(4, 3, 16, 16)
+    plain = byteback.memory(model, images)
+    prepared = byteback.memory(byteback.prepare(model, "unified-int8"), images)
+    assert 4 * 32 * 16 * 16 < prepared.saved < 2 * plain.saved, "at least the int8 copy of the 32 channels"

@@ -159,8 +159,8 @@ def _stored(tensor: Tensor) -> list[Tensor]:
     if not isinstance(tensor, Activation):
         return [tensor]
     source = tensor.source
-    made = [source.x, source.output, *(values.values for _, values, _ in source.quantized)] if source is not None else []
-    return [part for part in (tensor.written, *made) if isinstance(part, Tensor)]
+    made = source.tensors() if source is not None else []
+    return made if tensor.written is None else [tensor.written, *made]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -66,6 +66,11 @@ class Source:
         self.quantized: list[tuple[Tensor, QTensor, Tensor]] = []  # (clip, integers, (saturated, nonfinite))
         self.joins = Joins()
 
+    def tensors(self) -> list[Tensor]:
+        """What it is made of or has been written as: the memory that it holds."""
+        held = [self.x, self.output, *(values.values for _, values, _ in self.quantized)]
+        return [tensor for tensor in held if tensor is not None]
+
     def never_negative(self) -> bool:
         """Whether the activation has no value below 0."""
         return self.activation in ("relu", "relu6")

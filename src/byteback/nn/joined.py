@@ -77,6 +77,10 @@ class Joined(Source):
         self.peak, self.output, self.quantized = None, None, []
         self.joins = Joins(any(part.joins.conv for part in parts), any(part.joins.other for part in parts))
 
+    def tensors(self) -> list[Tensor]:
+        written = [self.output, *(values.values for _, values, _ in self.quantized)]
+        return [tensor for part in self.parts for tensor in part.tensors()] + [t for t in written if t is not None]
+
     def never_negative(self) -> bool:
         return all(part.never_negative() for part in self.parts)
 
