@@ -154,3 +154,14 @@ def test_threads_change_no_bit():
     for other in results[1:]:
         for one, two in zip((*results[0][:5], *results[0].made[:5]), (*other[:5], *other.made[:5]), strict=True):
             equal(one, two)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("which", range(4))
+def test_vectors_of_another_length_are_refused(path, which):
+    x, _ = drawn((2, 8, 3, 3))
+    vectors = [torch.ones(8) for _ in range(4)]
+    vectors[which] = torch.ones(3)
+    norm = BatchNorm(vectors[0], vectors[1], None, 1e-3, (vectors[2], vectors[3]), 0.2)
+    with native.path(path), pytest.raises(RuntimeError, match="must match"):
+        normalize_batch(x, norm, None, "relu", want_int8=True, want_float=False, want_mask=False)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from byteback.ops import native, pool
-from byteback.ops.coefficients import CEILINGS, norm_coefficients, norm_gradient
+from byteback.ops.coefficients import CEILINGS, are_plain, norm_coefficients, norm_gradient
 from byteback.ops.layout import is_last_dense
 from byteback.ops.normalize import Kept, Normalized, Residual, channel_stats, normalize, normalize_grad_sums, normalize_peak
 from byteback.ops.normalize_checks import check_activation, check_gate, check_kept, check_tensor, path_for
@@ -118,9 +118,8 @@ def _is_ready(x: Tensor, vectors: tuple[Tensor | None, ...], residual: Residual)
     """Whether the native library can take these tensors as they are."""
     if x.dtype is not _float32 or not x.is_cpu or x.dim() < 2 or not x.numel() or not is_last_dense(x.shape, x.stride()):
         return False
-    for vector in vectors:
-        if vector is not None and not (vector.is_cpu and vector.dtype is _float32 and vector.is_contiguous()):
-            return False
+    if not are_plain(vectors, x.shape[1]):
+        return False
     if residual is None:
         return True
     values, kind = (residual, _float32) if isinstance(residual, Tensor) else (residual[0], torch.int8)

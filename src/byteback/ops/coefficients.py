@@ -13,6 +13,7 @@ native path; as PyTorch calls it would take longer than the pass over a small la
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,13 @@ class Coefficients(NamedTuple):
     peak: Tensor
 
 
+def are_plain(vectors: Iterable[Tensor | None], channels: int) -> bool:
+    """Whether the native library can read each as `channels` floats; PyTorch, which takes the others, says what is wrong."""
+    return all(
+        v is None or (v.is_cpu and v.dtype is torch.float32 and v.numel() == channels and v.is_contiguous()) for v in vectors
+    )
+
+
 def norm_coefficients(
     stats: tuple[Tensor, Tensor, Tensor, Tensor],
     count: int,
@@ -52,11 +60,10 @@ def norm_coefficients(
     `bias` is the convolution's, which x leaves out: a batch norm subtracts it again, so it only shifts the running mean.
     """
     total, squares, low, high = stats
-    vectors = [gamma, beta, bias, *(running or ())]
-    dense = all(vector is None or (vector.is_cpu and vector.is_contiguous()) for vector in vectors)
-    if native.number() is None or not dense or not total.is_cpu:
-        return _coefficients(stats, count, gamma, beta, bias, eps, running, momentum, activation)
     channels = total.shape[0]
+    plain = are_plain((gamma, beta, bias, *(running or ())), channels)
+    if native.number() is None or not plain or not total.is_cpu:
+        return _coefficients(stats, count, gamma, beta, bias, eps, running, momentum, activation)
     a, b = torch.empty(channels, dtype=torch.float32), torch.empty(channels, dtype=torch.float32)
     mean, invstd = torch.empty(channels, dtype=torch.float64), torch.empty(channels, dtype=torch.float64)
     peak = torch.empty((), dtype=torch.float32)
@@ -112,13 +119,13 @@ def norm_folded(
     (3.0, -3.0)
     """
     vectors = (mean, var, gamma, beta, bias)
-    if native.number() is None or not all(v is None or (v.is_cpu and v.is_contiguous()) for v in vectors):
+    channels = mean.shape[0]
+    if native.number() is None or not are_plain(vectors, channels):
         centre = mean.double() if bias is None else mean.double() - bias
         invstd = 1.0 / (var.double() + eps).sqrt()
         a = (invstd if gamma is None else gamma.double() * invstd).float()
         shift = centre * a.double()
         return a, (-shift if beta is None else beta.double() - shift).float()
-    channels = mean.shape[0]
     a, b = torch.empty(channels, dtype=torch.float32), torch.empty(channels, dtype=torch.float32)
     addresses = [0 if vector is None else vector.data_ptr() for vector in vectors]
     _library.norm_folded([channels, *addresses], eps, a.data_ptr(), b.data_ptr())
