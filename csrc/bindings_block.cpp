@@ -7,6 +7,7 @@
 #include <array>
 #include <vector>
 
+#include "max_pool.h"
 #include "norm.h"
 #include "norm_coefficients.h"
 #include "norm_numbers.h"
@@ -69,6 +70,22 @@ void spread(const std::array<s64, 8>& numbers, Address y, Address x, int threads
     spread_pixels(pixels_of(numbers), at<const f32>(y), at<f32>(x), threads);
 }
 
+using WindowNumbers = std::array<s64, 14>;
+
+Windows windows_of(const WindowNumbers& n) {
+    return {n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13]};
+}
+
+void pool_forward(int path, const WindowNumbers& numbers, Address x, Address y, Address taps, int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(max_pool, windows_of(numbers), at<const f32>(x), at<f32>(y), at<u8>(taps), threads);
+}
+
+void pool_backward(int path, const WindowNumbers& numbers, Address g, Address taps, Address dx, int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(max_pool_grad, windows_of(numbers), at<const f32>(g), at<const u8>(taps), at<f32>(dx), threads);
+}
+
 }  // namespace
 
 void bind_block(nb::module_& m) {
@@ -76,4 +93,6 @@ void bind_block(nb::module_& m) {
     m.def("normalize_grad_batch", &normalize_grad_batch);
     m.def("take_pixels", &take);
     m.def("spread_pixels", &spread);
+    m.def("max_pool", &pool_forward);
+    m.def("max_pool_grad", &pool_backward);
 }

@@ -124,11 +124,14 @@ def test_the_peak_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.
     assert "unknown" in str(report)
 
 
-def test_an_activation_that_a_pool_saves_counts_as_what_it_is_made_of() -> None:
-    """Between fused blocks travels a tensor without storage, which max_pool2d saves."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3))
-    report = byteback.memory(byteback.prepare(model, "plain-int8"), torch.rand(2, 3, 12, 12))
-    assert report.saved >= 2 * 8 * 10 * 10  # at least a byte for each value that the pool reads
+def test_a_max_pool_keeps_a_byte_for_each_output_and_no_activation() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3))
+    prepared = byteback.prepare(model, byteback.PlainInt8(norm_memory="int8"))
+    saved = byteback.memory(prepared, torch.rand(2, 3, 66, 66)).saved_by_dtype
+    windows, activation = 2 * 8 * 32 * 32, 2 * 8 * 64 * 64
+    assert saved["uint8"][1] == windows + activation // 8  # the pool's taps, ReLU's mask
+    assert saved["float32"][1] < 4 * activation
+    assert "int64" not in saved
 
 
 class Branches(nn.Module):

@@ -16,6 +16,7 @@ from byteback.bench import step, step_parts, step_worker
 from byteback.bench.step import DEFAULTS, StepConfig
 from byteback.bench.step_worker import Job
 from byteback.bench.training_step import PHASES, Setting, Side, Variant
+from byteback.nn import Int8Layer
 from byteback.torchvision_compat import load
 
 TINY = Setting("resnet8", 8, 4, "unified-int8")
@@ -63,6 +64,17 @@ def test_sides_start_from_the_same_weights_and_data() -> None:
     assert tuple(times) == PHASES and min(times.values()) > 0
     assert last.step()[1] == pytest.approx(loss, rel=1e-4)
     assert int8.step()[1] == pytest.approx(loss, rel=0.1)
+
+
+def test_a_recipe_can_have_options() -> None:
+    setting = StepConfig(model="resnet20", batch=2, recipe="unified-int8:norm_memory=int8").setting()
+    side = Side(replace(TINY, recipe=setting.recipe), Variant(True, True))
+    recipes = {layer.recipe.norm_memory for layer in side.model.modules() if isinstance(layer, Int8Layer)}
+    assert recipes == {"int8"}
+    with pytest.raises(ValueError, match="the recipe is float32"):
+        StepConfig(recipe="float32").setting()
+    with pytest.raises(ValueError, match="norm_memory"):
+        StepConfig(recipe="unified-int8:norm_memori=int8").setting()
 
 
 def test_a_job_survives_its_journey() -> None:

@@ -26,7 +26,7 @@ from byteback import models, tables
 from byteback.bench.shapes import NETWORKS
 from byteback.bench.step_worker import Job
 from byteback.bench.training_step import CAN_FUSE, Setting, Variant
-from byteback.recipes import resolve
+from byteback.train.variants import parse
 
 # model -> (image size, batch) of the published tables; every other name is torchvision's, at 224 pixels, 16 images
 DEFAULTS = {
@@ -51,7 +51,7 @@ class StepConfig:
     batch: int | None = None
     """Images per step; each network has a default."""
     recipe: str = "unified-int8"
-    """plain-int8, unified-int8 or distribution-adaptive-int8."""
+    """plain-int8, unified-int8 or distribution-adaptive-int8, with options if you like: unified-int8:norm_memory=int8."""
     json: Path | None = None
     """Write the figures to this file."""
     rounds: int | None = None
@@ -78,7 +78,8 @@ class StepConfig:
             raise ValueError(f"bench step: seconds is {self.seconds}; the rounds need some time. Pass a positive number.")
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise ValueError(f"bench step: cannot write {self.json}, there is no folder {self.json.parent}. Create it first.")
-        resolve(self.recipe)
+        if parse(self.recipe).recipe is None:
+            raise ValueError("bench step: the recipe is float32, which is what int8 is compared with. Name an int8 recipe.")
         _check_name(self.model)
         setting = Setting(self.model, size, batch, self.recipe)
         _check_fits(setting)

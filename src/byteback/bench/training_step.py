@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import byteback
 from byteback import models
 from byteback.torchvision_compat import load
+from byteback.train.variants import parse
 
 PHASES = ("data", "forward", "backward", "optimizer")
 FRAMES = 16  # of a clip, for networks that take video
@@ -82,7 +83,9 @@ class Side:
         self.model = setting.build().to(memory_format=self.layout)  # type: ignore[call-overload]
         if variant.int8:
             options: dict[str, Any] = {} if variant.fused or not CAN_FUSE else {"fuse": False}
-            byteback.prepare(self.model, setting.recipe, **options)
+            recipe = parse(setting.recipe).recipe
+            assert recipe is not None  # float32 is the other side
+            byteback.prepare(self.model, recipe, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
         if variant.int8:
             byteback.scale_learning_rates(self.optimizer, self.model)

@@ -5,6 +5,7 @@ Read `functional.py` (where the three products meet), then `layer.py` (what the 
 `numerics.py` (what a layer remembers), `products.py` (the products themselves) and `float_table.py` (where float is faster).
 """
 
+from byteback.nn import max_pool  # noqa: F401 (makes itself known to activations)
 from byteback.nn.conv import FusedConvolution, Int8Conv1d, Int8Conv2d, Int8Conv3d
 from byteback.nn.layer import Int8Layer
 from byteback.nn.linear import Int8Linear

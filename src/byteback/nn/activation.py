@@ -5,6 +5,7 @@
                 copy that the next convolution wants, or the float tensor, whichever is asked for, and remembers both.
     Activation  a tensor without storage around a Source. Autograd treats it as the float tensor that it stands for; the first
                 operation that needs numbers makes them. In-place operations and views turn it into plain float for good.
+    Poolable    an Activation that notices when it is pooled.
     carry       a plain float tensor that brings its Source along, where both copies were written anyway.
 
 A convolution asks `source_of(x)`; None means an ordinary tensor.
@@ -30,7 +31,10 @@ _SHARED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""Operators that take an Activation as one and may return another (joined.py), or NotImplemented."""
+"""Operators that take an Activation as one and may return another (joined.py, max_pool.py), or NotImplemented."""
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Functions that a Poolable is asked about before autograd sees them; they too may return NotImplemented."""
 
 
 class Joins(NamedTuple):
@@ -175,7 +179,7 @@ class Activation(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _SHARED:
-            return Activation(args[0].source, args[0].written)
+            return type(args[0])(args[0].source, args[0].written)
         handler = HANDLERS.get(func)
         if handler is not None and (known := handler(*args, **(kwargs or {}))) is not NotImplemented:
             return known
@@ -223,6 +227,23 @@ class Activation(Tensor):
     def plain(self) -> Tensor:
         """An ordinary tensor with the same values and the same history."""
         return self.view(self.shape) if self.numel() else self + 0.0
+
+
+class Poolable(Activation):
+    """An Activation that a pool may read: of the functions in FUNCTIONS autograd then saves what they need and no more.
+
+    To ask about every function takes a call of Python at each look at a shape, so only these few do.
+    """
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        function = FUNCTIONS.get(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is not None and (known := function(*args, **(kwargs or {}))) is not NotImplemented:
+                return known
+            return func(*args, **(kwargs or {}))
 
 
 def numbers(x: Any) -> Any:

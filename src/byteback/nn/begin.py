@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from byteback.nn.activation import Activation
+from byteback.nn.activation import Activation, Poolable
 from byteback.nn.block import Call, run_block
 from byteback.nn.pending import BlockPlan, Pending, Stages, modes
 from byteback.nn.products import ConvProducts
 from byteback.ops import layout
 
-_PLAIN = (Tensor, nn.Parameter, Activation)
+_PLAIN = (Tensor, nn.Parameter, Activation, Poolable)
 
 
 @dataclass(frozen=True)

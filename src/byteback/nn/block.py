@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from byteback import ops
-from byteback.nn.activation import SHARED_RULE, Activation, Joins, Source, carry
+from byteback.nn.activation import SHARED_RULE, Activation, Joins, Poolable, Source, carry
 from byteback.nn.functional import Operands, backward_products, forward_product, output_operands, refuse_second
 from byteback.nn.inference import Deferred, Shown, can_defer, given_coefficients
 from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, from_batch, input_gradient, of_batch
@@ -102,7 +102,7 @@ class Block(Function):
         sources.append(source)
         # An inference tensor does not count its writes, so it could not tell whether its int8 copy is still true.
         if source.output is None or not stages.plan.feeds_other or torch.is_inference_mode_enabled():
-            return Activation(source)
+            return (Poolable if stages.plan.feeds_pool else Activation)(source)
         output, source.output = source.output, None  # a source that holds the tensor which holds it would never die
         return output
 
@@ -135,7 +135,7 @@ def _deferred(
     sources.append(source)
     if plan.feeds_other and not plan.feeds_conv and not torch.is_inference_mode_enabled():
         return source.give()
-    return Activation(source)
+    return (Poolable if plan.feeds_pool else Activation)(source)
 
 
 class _Saves(NamedTuple):

@@ -5,8 +5,7 @@
               written before somebody reads it; then every part writes its own channels, int8 or float, in place.
     Floats    a float tensor that exists. Its int8 copy is made once, for all convolutions that read it.
 
-A max-pool commutes with rounding. Where the activation is never negative and every pixel lies in a window, its maximum is also
-that of the pooled tensor: one reading less. A pool of single pixels (F.avg_pool2d with a kernel of 1) moves them and no more.
+A pool of single pixels (F.avg_pool2d with a kernel of 1) moves them and no more; max_pool.py has the pools of larger windows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.nn.activation import HANDLERS, SHARED_RULE, Activation, Joins, Source, carry, source_of
+from byteback.nn.activation import HANDLERS, SHARED_RULE, Activation, Joins, Poolable, Source, carry, source_of
 from byteback.ops import layout, pool
 from byteback.ops.pixels import spread_pixels, take_pixels
 from byteback.quantize import QTensor, TensorRule
@@ -153,56 +152,11 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         parts += source.parts if isinstance(source, Joined) else [source]  # type: ignore[list-item]
     shape = [rest[0], sum(part.shape[1] for part in parts), *rest[1:]]
     strides = layout.dense_strides(shape, all(layout.is_channels_last(tensor) for tensor in tensors))
-    return Activation(Joined(parts, strides))
-
-
-def _max_pool(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
-) -> Any:
-    source = source_of(x)
-    if source is None:
-        return NotImplemented
-    numbers = source.plain()
-    output, indices = torch.ops.aten.max_pool2d_with_indices(numbers, kernel, stride, padding, dilation, ceil_mode)
-    pixels, windows = numbers.shape[2:], output.shape[2:]
-    covered = covers(pixels, windows, *(_pair(option) for option in (kernel, stride or kernel, padding, dilation)))
-    peak = source.known_peak() if covered and source.never_negative() else None
-    return Activation(Floats(output, peak, not source.never_negative())), indices
-
-
-def _max_pool_alone(*args: Any, **options: Any) -> Any:
-    """What inference mode calls: there the operator is not taken apart first."""
-    made = _max_pool(*args, **options)
-    return made if made is NotImplemented else made[0]
+    return Poolable(Joined(parts, strides))
 
 
 def _pair(option: Sequence[int]) -> tuple[int, int]:
     return option[0], option[-1]
-
-
-def covers(
-    pixels: Sequence[int],
-    windows: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> bool:
-    """Whether each pixel lies in one of the windows.
-
-    >>> covers((7, 7), (3, 3), (3, 3), (2, 2), (0, 0), (1, 1)), covers((8, 8), (3, 3), (3, 3), (2, 2), (0, 0), (1, 1))
-    (True, False)
-    """
-    axes = zip(pixels, windows, kernel, stride, padding, dilation, strict=True)
-    return all(
-        size >= step and apart == 1 and (count - 1) * step - border + size >= there
-        for there, count, size, step, border, apart in axes
-    )
 
 
 def _takes_pixels(kernel: Sequence[int], padding: Sequence[int], ceil_mode: bool, divisor: int | None) -> bool:
@@ -244,5 +198,3 @@ def _pixel_pool_backward(
 HANDLERS[torch.ops.aten.avg_pool2d.default] = _pixel_pool
 HANDLERS[torch.ops.aten.avg_pool2d_backward.default] = _pixel_pool_backward
 HANDLERS[torch.ops.aten.cat.default] = _cat
-HANDLERS[torch.ops.aten.max_pool2d_with_indices.default] = _max_pool
-HANDLERS[torch.ops.aten.max_pool2d.default] = _max_pool_alone

@@ -34,8 +34,9 @@ def _is_ready(x: Tensor) -> bool:
     )
 
 
-def _empty(size: Sequence[int]) -> Tensor:
-    return pool.empty(size, layout.dense_strides(list(size), True), torch.float32)
+def empty(size: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """An image with channels last, from the pool."""
+    return pool.empty(size, layout.dense_strides(list(size), True), dtype)
 
 
 def take_pixels(x: Tensor, stride: tuple[int, int]) -> Tensor | None:
@@ -49,7 +50,7 @@ def take_pixels(x: Tensor, stride: tuple[int, int]) -> Tensor | None:
     if not _is_ready(x):
         return None
     numbers = _numbers(x.shape, stride)
-    y = _empty((numbers[0], numbers[3], *numbers[-2:]))
+    y = empty((numbers[0], numbers[3], *numbers[-2:]))
     _library.take_pixels(numbers, x.data_ptr(), y.data_ptr(), torch.get_num_threads())
     return y
 
@@ -61,6 +62,6 @@ def spread_pixels(y: Tensor, size: Sequence[int], stride: tuple[int, int]) -> Te
     numbers = _numbers(size, stride)
     if tuple(y.shape) != (numbers[0], numbers[3], *numbers[-2:]):
         return None
-    x = _empty(size)
+    x = empty(size)
     _library.spread_pixels(numbers, y.data_ptr(), x.data_ptr(), torch.get_num_threads())
     return x

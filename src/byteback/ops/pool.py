@@ -25,7 +25,7 @@ from byteback.ops import native
 _library = native.library
 tensor_of = torch._C._from_dlpack
 """The tensor of a capsule that the native library made."""
-_TYPES = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.int8: (0, 8)}  # code and bits in DLPack
+_TYPES = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.int8: (0, 8), torch.uint8: (1, 8)}  # code and bits in DLPack
 
 
 def _physical_memory() -> int:
@@ -40,7 +40,7 @@ limit = _physical_memory() // 4
 
 
 def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised dense CPU tensor of float32, bfloat16 or int8."""
+    """An uninitialised dense CPU tensor of float32, bfloat16, int8 or uint8."""
     if _library is None:
         return torch.empty_strided(shape, strides, dtype=dtype)
     # Nobody but the tensor has its storage: autograd adds gradients in place only into such ones.

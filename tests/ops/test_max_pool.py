@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ops/max_pool.py against PyTorch's pool, bit for bit: values, which pixel was the largest, gradients."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from byteback.ops import native
+from byteback.ops.max_pool import Window, max_pool, max_pool_grad, serves
+
+pytestmark = pytest.mark.skipif(native.library is None, reason="needs the native library")
+
+PATHS = [path for path in ("generic", "avx2") if not native.why_not(path)]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, but for which NaN it is."""
+    return torch.equal(a.nan_to_num(0.5), b.nan_to_num(0.5)) and torch.equal(a.isnan(), b.isnan())
+
+
+def places(taps: Tensor, window: Window, width: int) -> Tensor:
+    """The flat pixel that each tap names, as PyTorch counts them."""
+    rows, columns = (torch.arange(count) for count in taps.shape[2:])
+    h = rows[:, None] * window.stride[0] - window.padding[0] + taps // window.kernel[1] * window.dilation[0]
+    return h * width + columns * window.stride[1] - window.padding[1] + taps % window.kernel[1] * window.dilation[1]
+
+
+def check(x: Tensor, window: Window) -> None:
+    x = x.detach().requires_grad_()
+    options = window.kernel, window.stride, window.padding, window.dilation, window.ceil_mode
+    expected, where = F.max_pool2d(x, *options, return_indices=True)  # type: ignore[misc]
+    y, taps = max_pool(x.detach(), window)
+    assert same(y, expected) and y.is_contiguous(memory_format=torch.channels_last)
+    assert taps.dtype is torch.uint8 and torch.equal(places(taps.long(), window, x.shape[3]), where)
+    g = torch.randn(expected.shape)
+    expected.backward(g.contiguous(memory_format=torch.channels_last))
+    dx = max_pool_grad(g, taps, x.shape, window)
+    assert x.grad is not None and torch.equal(dx, x.grad)
+    assert not bool((dx.signbit() & (dx == 0)).any())
+
+
+def drawn(seed: int) -> tuple[Tensor, Window]:
+    """Small images of few distinct values, so that many are equal, with NaN and infinities among them."""
+    rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
+    kernel = rng.randint(1, 4), rng.randint(1, 4)
+    dilation = rng.choice([1, 1, 1, 2]), rng.choice([1, 1, 1, 3])
+    padding = rng.randint(0, kernel[0] // 2), rng.randint(0, kernel[1] // 2)
+    least = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+    size = rng.randint(1, 3), rng.choice([1, 3, 8, 63, 64, 65, 130]), *(part + rng.randint(0, 9) for part in least)
+    x = torch.randint(-3, 4, size, generator=torch_rng).float()
+    odd = torch.rand(size, generator=torch_rng)
+    if seed % 3 == 0:
+        x = torch.where(odd < 0.1, math.nan, torch.where(odd < 0.4, -math.inf, torch.where(odd > 0.97, math.inf, x)))
+    if seed % 2:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return x, Window(kernel, (rng.randint(1, 4), rng.randint(1, 4)), padding, dilation, rng.random() < 0.4)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_values_places_and_gradients_are_pytorchs(path: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with native.path(path):
+            for seed in range(120):
+                x, window = drawn(seed)
+                assert serves(x, window)
+                check(x, window)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [Window((3, 3), (2, 2), (1, 1), (1, 1)), Window((2, 2), (2, 2), (0, 0), (1, 1))])
+def test_the_pools_of_resnet_and_vgg(window: Window) -> None:
+    check(F.relu(torch.randn(2, 64, 28, 28)).contiguous(memory_format=torch.channels_last), window)
+
+
+def test_the_gradient_does_not_hang_on_the_path() -> None:
+    x, window = torch.randn(2, 5, 9, 9), Window((3, 3), (2, 2), (1, 1), (1, 1))
+    y, taps = max_pool(x, window)
+    g = torch.randn_like(y)
+    expected = max_pool_grad(g, taps, x.shape, window)
+    with native.path("reference"):
+        assert not serves(x, window) and torch.equal(max_pool_grad(g, taps, x.shape, window), expected)
+
+
+def test_others_are_left_to_pytorch() -> None:
+    x, window = torch.randn(2, 3, 8, 8), Window((2, 2), (2, 2), (0, 0), (1, 1))
+    assert serves(x, window) and not serves(x.double(), window) and not serves(x[0], window) and not serves(x[:0], window)
+    assert not serves(x, window._replace(kernel=(20, 20)))  # more taps than a byte can name
+    assert not serves(x, window._replace(padding=(2, 2))) and not serves(x, window._replace(stride=(0, 1)))
+    assert not serves(x, window._replace(kernel=(9, 9)))  # no window fits
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    x, window = torch.randn(2, 3, 8, 8), Window((2, 2), (2, 2), (0, 0), (1, 1))
+    y, taps = max_pool(x, window)
+    for g in (torch.randn(2, 3, 4, 5), y.double()):
+        with pytest.raises(ValueError, match="does not belong to windows over an image of shape"):
+            max_pool_grad(g, taps, x.shape, window)
