@@ -11,6 +11,7 @@
 #include <string>
 #include <tuple>
 
+#include "address.h"
 #include "bindings_pool.h"
 #include "conv.h"
 #include "generic.h"
@@ -33,13 +34,7 @@ void bind_pool(nb::module_&);    // bindings_pool.cpp
 
 namespace {
 
-using Address = uintptr_t;
 using RowNumbers = std::array<s64, 6>;
-
-template <class T>
-T* at(Address address) {
-    return reinterpret_cast<T*>(address);
-}
 
 Address address(const Lent& lent) { return reinterpret_cast<Address>(lent.memory); }
 
@@ -62,14 +57,6 @@ std::tuple<std::string, std::string> explain(int path, int kind, const ShapeNumb
     const Plan plan = make_plan(shape_of(shape), static_cast<ProductKind>(kind), static_cast<Path>(path));
     return {name_of(plan.algorithm), plan.reason};
 }
-
-// One elementwise function for each path: `BYTEBACK_CALL(name)(arguments)` picks by `path`. avx512vnni has none of its own.
-#ifdef BYTEBACK_AVX2
-#define BYTEBACK_CALL(name, ...) \
-    (static_cast<Path>(path) != Path::generic ? avx2::name(__VA_ARGS__) : generic::name(__VA_ARGS__))
-#else
-#define BYTEBACK_CALL(name, ...) ((void)path, generic::name(__VA_ARGS__))
-#endif
 
 // What quantize reads and writes: the clips with their strides and number, the noise key (0 for rounding to nearest), the
 // integers, the scales, the counts (saturated, non-finite) and max|x| (0 where nobody asks).

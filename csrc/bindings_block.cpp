@@ -11,7 +11,6 @@
 #include "norm.h"
 #include "norm_coefficients.h"
 #include "norm_numbers.h"
-#include "path.h"
 #include "pixels.h"
 
 namespace nb = nanobind;

@@ -5,19 +5,13 @@
 
 #include <array>
 
+#include "address.h"
 #include "detect.h"
 
 namespace nb = nanobind;
 using namespace byteback;
 
 namespace {
-
-using Address = uintptr_t;
-
-template <class T>
-T* at(Address address) {
-    return reinterpret_cast<T*>(address);
-}
 
 void run_nms(s64 count, Address boxes, f64 threshold, Address kept) {
     nb::gil_scoped_release unlocked;

@@ -17,7 +17,6 @@
 #include "norm.h"
 #include "norm_coefficients.h"
 #include "norm_numbers.h"
-#include "path.h"
 #include "shape_numbers.h"
 
 namespace nb = nanobind;

@@ -4,28 +4,13 @@
 
 #include <array>
 
+#include "address.h"
 #include "norm.h"
-#include "path.h"
 #include "rows.h"
 
 namespace byteback {
 
 namespace {
-
-using Address = uintptr_t;
-
-template <class T>
-T* at(Address address) {
-    return reinterpret_cast<T*>(address);
-}
-
-// Every path but the generic one runs on a machine with AVX2.
-#ifdef BYTEBACK_AVX2
-#define BYTEBACK_CALL(name, ...) \
-    (static_cast<Path>(path) == Path::generic ? generic::name(__VA_ARGS__) : avx2::name(__VA_ARGS__))
-#else
-#define BYTEBACK_CALL(name, ...) ((void)path, generic::name(__VA_ARGS__))
-#endif
 
 inline Noise noise_of(Address key) {
     const s64* words = at<const s64>(key);

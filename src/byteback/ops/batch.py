@@ -21,7 +21,7 @@ from byteback.ops.coefficients import CEILINGS, are_plain, norm_coefficients, no
 from byteback.ops.layout import is_last_dense
 from byteback.ops.normalize import Kept, Normalized, Residual, channel_stats, normalize, normalize_grad_sums, normalize_peak
 from byteback.ops.normalize_checks import check_activation, check_gate, check_kept, check_tensor, path_for
-from byteback.ops.normalize_native import _residual_numbers, backward_numbers
+from byteback.ops.normalize_native import backward_numbers, residual_numbers
 
 _library: Any = native.library
 _float32, _float64, _empty = torch.float32, torch.float64, torch.empty
@@ -100,7 +100,7 @@ def normalize_batch(
     results = (a, b, mean, invstd, peak, values, scale, counts, output, mask)
     _library.normalize_batch(
         path,
-        (rows, channels, x.data_ptr(), *[0 if v is None else v.data_ptr() for v in vectors], *_residual_numbers(residual)),
+        (rows, channels, x.data_ptr(), *[0 if v is None else v.data_ptr() for v in vectors], *residual_numbers(residual)),
         norm.eps,
         norm.momentum,
         check_activation("normalize_batch", activation),

@@ -18,7 +18,7 @@ from torch import Tensor
 from byteback.ops import layout, native, native_kernels, pool, schema
 from byteback.ops.normalize import Into, Normalized, Residual, _tensors, normalize
 from byteback.ops.normalize_checks import check_activation, check_into, check_one, check_residual, check_vector, path_for
-from byteback.ops.normalize_native import _residual_numbers
+from byteback.ops.normalize_native import residual_numbers
 
 _library: Any = native.library
 
@@ -100,7 +100,7 @@ def _native(
         w.data_ptr(),
         scales,
         scale_strides,
-        (vectors[0].data_ptr(), vectors[1].data_ptr(), *_residual_numbers(residual)),
+        (vectors[0].data_ptr(), vectors[1].data_ptr(), *residual_numbers(residual)),
         activation,
         *(0 if tensor is None else tensor.data_ptr() for tensor in (clip, values, scale, counts, output)),
         product.channels if into is None else into.pitch,

@@ -48,7 +48,7 @@ def channel_stats(path: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return total, squares, low, high
 
 
-def _residual_numbers(residual: Residual) -> tuple[int, int]:
+def residual_numbers(residual: Residual) -> tuple[int, int]:
     """Where the residual lies, and the scale of one that is int8."""
     if residual is None:
         return 0, 0
@@ -65,7 +65,7 @@ def normalize_peak(path: int, x: Tensor, a: Tensor, b: Tensor, residual: Residua
         x.data_ptr(),
         a.data_ptr(),
         b.data_ptr(),
-        *_residual_numbers(residual),
+        *residual_numbers(residual),
         activation,
         peak.data_ptr(),
         torch.get_num_threads(),
@@ -104,7 +104,7 @@ def normalize(
         x.data_ptr(),
         a.data_ptr(),
         b.data_ptr(),
-        *_residual_numbers(residual),
+        *residual_numbers(residual),
         activation,
         0 if clip is None else clip.data_ptr(),
         0 if values is None else values.data_ptr(),

@@ -10,7 +10,6 @@ would always be right. Nothing is stored: a clip follows from its index.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from byteback.train.data import draws
 from byteback.train.data.downloaded import downloaded
-from byteback.train.data.source import Batch, Data, InMemory
+from byteback.train.data.source import Data, Held, InMemory
 
 DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))  # rows, columns: right, left, down, up
 TRAIN, TEST = 4000, 1000  # clips
@@ -28,7 +27,7 @@ NOISE = 3  # parts of noise, uniform from 0 to 255, to one part of item
 _SEED = 20260  # of label, speed and start; a run's own seed moves the start
 
 
-class MovingItems:
+class MovingItems(Held):
     """Clips made of items (N, 14, 14) uint8. With `augment` a clip has another start and noise in every epoch."""
 
     def __init__(self, items: Tensor, split: int, frames: int, size: int, mean: float, std: float, augment: bool) -> None:
@@ -38,13 +37,6 @@ class MovingItems:
         self.labels = torch.from_numpy(draws.below(random[:, 0], len(DIRECTIONS)))
         self.speed = torch.from_numpy(1 + draws.below(random[:, 1], 3))
         self.start = torch.from_numpy(np.stack([draws.below(random[:, 2], size), draws.below(random[:, 3], size)], axis=1))
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def batches(self, chosen: Sequence[Tensor], seed: int, epoch: int) -> Iterator[Batch]:
-        for index in chosen:
-            yield self.take(index, seed, epoch), self.labels[index]
 
     def take(self, index: Tensor, seed: int, epoch: int) -> Tensor:
         """Clips (N, 1, frames, size, size), normalized."""
@@ -67,9 +59,6 @@ class MovingItems:
         random = draws.bits(*key, index.numpy(), 4 + -(-pixels // 8))[:, 4:]  # the first four chose the clip
         noise = np.ascontiguousarray(random).view(np.uint8)[:, :pixels]
         return torch.from_numpy(noise).reshape(len(index), self.frames, self.size, self.size)
-
-    def close(self) -> None:
-        pass
 
 
 def moving_items(root: Path, frames: int, size: int, augment: bool, download: bool) -> Data:

@@ -53,7 +53,27 @@ class Data:
         self.test.close()
 
 
-class InMemory:
+class Held:
+    """A split that lies in memory as a whole; a subclass knows how to take some of it."""
+
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, chosen: Sequence[Tensor], seed: int, epoch: int) -> Iterator[Batch]:
+        for index in chosen:
+            yield self.take(index, seed, epoch), self.labels[index]
+
+    def take(self, index: Tensor, seed: int, epoch: int) -> Tensor:
+        """The samples of `index`, augmented and normalized."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class InMemory(Held):
     """Images (N, H, W, C) uint8 with their labels; normalized per channel when they are taken.
 
     crop   pixels of zeros around the image from which a crop of its size is taken at random; 0: none
@@ -70,13 +90,6 @@ class InMemory:
         self.scale = 1.0 / torch.tensor(std, dtype=torch.float32)
         self.shift = -torch.tensor(mean, dtype=torch.float32) * self.scale
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def batches(self, chosen: Sequence[Tensor], seed: int, epoch: int) -> Iterator[Batch]:
-        for index in chosen:
-            yield self.take(index, seed, epoch), self.labels[index]
-
     def take(self, index: Tensor, seed: int, epoch: int) -> Tensor:
         """The images of `index`, augmented and normalized."""
         pixels = self._augmented(index, seed, epoch) if self.crop or self.flip else self.images[index]
@@ -92,6 +105,3 @@ class InMemory:
             columns = np.where(draws.below(random[:, 2], 2)[:, None] == 1, columns[:, ::-1], columns)
         columns = draws.below(random[:, 1], limit)[:, None] + columns
         return self.images[index[:, None, None], torch.from_numpy(rows)[:, :, None], torch.from_numpy(columns)[:, None, :]]
-
-    def close(self) -> None:
-        pass
