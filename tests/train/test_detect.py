@@ -65,8 +65,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         networks.build("retinanet_resnet50_fpn", "resnet19", 3, 64)
     with pytest.raises(ValueError, match="--backbone resnet18 does not fit it"):
         networks.build("ssdlite320_mobilenet_v3_large", "resnet18", 3, 64)
-    with pytest.raises(ValueError, match="add --task detect"):
-        TrainConfig(backbone="resnet18")
+    with pytest.raises(ValueError, match="--backbone, --anchor-size: for detectors only; add --task detect"):
+        TrainConfig(backbone="resnet18", anchor_size=16)
+    for name in ("fcos_resnet50_fpn", "ssdlite320_mobilenet_v3_large"):
+        with pytest.raises(ValueError, match="--anchor-size does not fit it"):
+            networks.build(name, None, 3, 64, anchor_size=16)
     file = tmp_path / "weights.pt"
     torch.save(torchvision.models.resnet18(num_classes=2).state_dict(), file)
     with pytest.raises(ValueError, match="these are not the weights of resnet50"):
@@ -74,6 +77,15 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"nonsense")
     with pytest.raises(ValueError, match="checkpoint cannot be read"):
         networks.build("retinanet_resnet50_fpn", "resnet18", 3, 64, str(file))
+
+
+@pytest.mark.parametrize("name", ["retinanet_resnet50_fpn", "fasterrcnn_resnet50_fpn"])
+def test_anchors_are_torchvisions_and_can_be_smaller(name: str) -> None:
+    sizes = []
+    for smallest in (None, 32, 16):
+        model: Any = networks.build(name, "resnet18", 3, 64, anchor_size=smallest)
+        sizes.append((model.anchor_generator if name.startswith("retina") else model.rpn.anchor_generator).sizes)
+    assert sizes[0] == sizes[1] and sizes[2][1:] == sizes[0][:-1] and sizes[2][0][0] == 16
 
 
 def test_a_backbone_checkpoint_is_taken_over_with_frozen_norms_that_fuse(tmp_path: Path) -> None:

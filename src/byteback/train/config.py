@@ -61,6 +61,9 @@ class TrainConfig:
     """Of a detector: resnet18, resnet50 or mobilenet_v3_large. Default: the one in its name."""
     backbone_checkpoint: str | None = None
     """Weights of a classifier to begin a detector's backbone with; its norms are then frozen. Default: from nothing."""
+    anchor_size: int | None = None
+    """Side in pixels of the smallest anchors of RetinaNet and Faster R-CNN; those of every further level are twice as large.
+    Default: 32, torchvision's, which fits images of 800 pixels."""
     keep_float: tuple[str, ...] = ()
     """Wildcards of layers that stay float. Default: a detector's predictors; "none" for none."""
     recipe: tuple[str, ...] = (FLOAT, "unified-int8", "distribution-adaptive-int8")
@@ -162,7 +165,7 @@ class TrainConfig:
 def _check(config: TrainConfig) -> None:
     """Refuses what cannot train; every sentence says what would."""
     positive = {"epochs": 1, "batch_size": 2, "threads": 1, "image_size": 8, "log_every": 1, "lr_step_size": 1}
-    positive |= {"frames": 1, "frame_stride": 1}
+    positive |= {"frames": 1, "frame_stride": 1, "anchor_size": 1}
     for name, least in positive.items():
         value = getattr(config, name)
         if value is not None and value < least:
@@ -195,8 +198,10 @@ def _check(config: TrainConfig) -> None:
             "clips:PATH, all of them with --task video; --task detect has voc:PATH and coco:PATH; every other data set is for "
             "--task classify."
         )
-    if config.task != "detect" and (config.backbone or config.backbone_checkpoint):
-        raise ValueError("train: --backbone and --backbone-checkpoint are for detectors; add --task detect, or leave them out.")
+    for_detectors = ("backbone", "backbone_checkpoint", "anchor_size")
+    given = [_flag(name) for name in for_detectors if getattr(config, name) is not None]
+    if config.task != "detect" and given:
+        raise ValueError(f"train: {', '.join(given)}: for detectors only; add --task detect, or leave it out.")
     if config.test_only and config.resume is None:
         raise ValueError("train: --test-only tests the checkpoints of a run; name it: --resume RUN.")
 

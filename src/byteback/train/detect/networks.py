@@ -28,6 +28,7 @@ KEEP_FLOAT = {
     "ssdlite320_mobilenet_v3_large": ("head.*.module_list.*.1",),
 }
 NAMES = tuple(KEEP_FLOAT)
+_ANCHORED = {"retinanet_resnet50_fpn": "anchor_generator", "fasterrcnn_resnet50_fpn": "rpn_anchor_generator"}
 _SSD = "ssdlite320_mobilenet_v3_large"
 _LONGEST = 1333 / 800  # torchvision's ratio of the longest to the shortest side
 _TRAINED_STAGES = 3  # of a backbone that was trained before
@@ -48,7 +49,13 @@ def default_backbone(model: str) -> str:
 
 
 def build(
-    model: str, backbone: str | None, classes: int, image_size: int, checkpoint: str | None = None, frozen: bool = False
+    model: str,
+    backbone: str | None,
+    classes: int,
+    image_size: int,
+    checkpoint: str | None = None,
+    anchor_size: int | None = None,
+    frozen: bool = False,
 ) -> nn.Module:
     """The detector for `classes` classes, the background among them; a checkpoint implies frozen norms."""
     if model not in NAMES:
@@ -56,6 +63,8 @@ def build(
     backbone = backbone or default_backbone(model)
     if backbone not in BACKBONES:
         raise unknown("train", "backbone", backbone, BACKBONES)
+    if anchor_size is not None and model not in _ANCHORED:
+        raise ValueError(f"train: {model} has no anchors of its own choice, so --anchor-size does not fit it. Leave it out.")
     detection: Any = load().models.detection
     frozen = frozen or checkpoint is not None
     if model == _SSD:
@@ -70,7 +79,15 @@ def build(
         kind = detection.RetinaNet if model == "retinanet_resnet50_fpn" else detection.FCOS
     if checkpoint:
         _load_backbone(body.body, backbone, Path(checkpoint))
-    return kind(body, classes, min_size=image_size, max_size=longest)
+    options = {} if anchor_size is None else {_ANCHORED[model]: _anchors(detection, model, anchor_size)}
+    return kind(body, classes, min_size=image_size, max_size=longest, **options)
+
+
+def _anchors(detection: Any, model: str, smallest: int) -> Any:
+    """torchvision's anchors with another smallest one: five levels, and three sizes in each for RetinaNet."""
+    between = (0, 1, 2) if model == "retinanet_resnet50_fpn" else (0,)
+    sizes = tuple(tuple(int(smallest * 2 ** (level + third / 3)) for third in between) for level in range(5))
+    return detection.anchor_utils.AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * len(sizes))
 
 
 def _pyramid(detection: Any, backbone: str, stages: list[int], frozen: bool, extra: Any) -> Any:
@@ -121,9 +138,11 @@ def _load_backbone(body: nn.Module, name: str, path: Path) -> None:
     body.load_state_dict({key: state[key] for key in needed})
 
 
-def check(model: str, backbone: str | None, classes: int, image_size: int, checkpoint: str | None) -> int:
+def check(
+    model: str, backbone: str | None, classes: int, image_size: int, checkpoint: str | None, anchor_size: int | None
+) -> int:
     """Builds the detector once, so that a mistake shows before the first run; its parameters."""
     random = torch.get_rng_state()
-    network = build(model, backbone, classes, image_size, checkpoint)
+    network = build(model, backbone, classes, image_size, checkpoint, anchor_size)
     torch.set_rng_state(random)
     return sum(math.prod(parameter.shape) for parameter in network.parameters())

@@ -27,8 +27,8 @@ def load(config: TrainConfig) -> tuple[DetectData, int]:
     assert config.model and config.image_size
     metrics._pycocotools()  # rather now than after the first epoch
     images = source.load(config.data, config.image_size, config.augment, config.workers)
-    parts = (config.model, config.backbone, images.classes, config.image_size, config.backbone_checkpoint)
-    return images, networks.check(*parts)
+    given = config.backbone_checkpoint, config.anchor_size
+    return images, networks.check(config.model, config.backbone, images.classes, config.image_size, *given)
 
 
 def train(config: TrainConfig, member: Member, data: Data, listener: Listener, stop: Stop) -> None:
@@ -40,7 +40,8 @@ def train(config: TrainConfig, member: Member, data: Data, listener: Listener, s
 def build(config: TrainConfig, recipe: Recipe | None, classes: int) -> nn.Module:
     """The detector, ready to train."""
     assert config.model and config.image_size
-    model = networks.build(config.model, config.backbone, classes, config.image_size, config.backbone_checkpoint)
+    given = config.backbone_checkpoint, config.anchor_size
+    model = networks.build(config.model, config.backbone, classes, config.image_size, *given)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     kept = networks.keep_float(config.model, config.keep_float)
@@ -118,8 +119,8 @@ def evaluate(contents: dict[str, Any], asked: dict[str, Any], data_name: str, in
             f"eval: the checkpoint knows {contents['classes'] - 1} classes, but {data_name} has {data.classes - 1}. Choose the "
             "data set it was trained on."
         )
-    frozen = "backbone_checkpoint" in asked
-    model = networks.build(asked["model"], asked.get("backbone"), data.classes, data.image_size, frozen=frozen)
+    options: dict[str, Any] = {"anchor_size": asked.get("anchor_size"), "frozen": "backbone_checkpoint" in asked}
+    model = networks.build(asked["model"], asked.get("backbone"), data.classes, data.image_size, **options)
     if asked.get("channels_last", True):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if contents["recipe"]:
