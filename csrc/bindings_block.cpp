@@ -20,9 +20,9 @@ namespace {
 
 // `peak_is_known`: the extremes of a channel tell the largest value of the result, no reading is needed.
 // from: rows, channels, x, gamma, beta, bias, running mean, running variance, residual, its scale
-// to:   a, b, mean, invstd, peak, values, scale, counts, output, mask
+// to:   a, b, mean, invstd, peak, values, scale, counts, output, mask, x as it is kept, its step, its centre
 void normalize_batch(int path, const std::array<Address, 10>& from, f64 eps, f64 momentum, int activation, bool floor,
-                     f32 ceiling, bool peak_is_known, const std::array<Address, 10>& to, int threads) {
+                     f32 ceiling, bool peak_is_known, int kept, const std::array<Address, 13>& to, int threads) {
     nb::gil_scoped_release unlocked;
     const s64 rows = static_cast<s64>(from[0]), channels = static_cast<s64>(from[1]);
     const size_t width = static_cast<size_t>(channels);
@@ -36,9 +36,10 @@ void normalize_batch(int path, const std::array<Address, 10>& from, f64 eps, f64
                       {at<f32>(to[0]), at<f32>(to[1]), at<f64>(to[2]), at<f64>(to[3]), peak});
     const Forward pass = forward_of(rows, channels, from[2], to[0], to[1], from[8], from[9], activation);
     if (to[5] && !peak_is_known) *peak = BYTEBACK_CALL(normalize_peak, pass, threads);
-    if (!to[5] && !to[8] && !to[9]) return;
-    const Outcome outcome{at<f32>(to[8]), at<u8>(to[9]), at<s8>(to[5]), to[5] ? *peak : 0.0f, nullptr, Stored::f32,
-                          nullptr, nullptr, channels};
+    if (!to[5] && !to[8] && !to[9] && !to[10]) return;
+    if (to[11]) norm_steps(channels, low, high, at<const f64>(to[2]), at<f32>(to[11]), at<f32>(to[12]));
+    const Outcome outcome{at<f32>(to[8]), at<u8>(to[9]), at<s8>(to[5]), to[5] ? *peak : 0.0f, at<void>(to[10]),
+                          static_cast<Stored>(kept), at<const f32>(to[11]), at<const f32>(to[12]), channels};
     const Report seen = BYTEBACK_CALL(normalize, pass, outcome, threads);
     if (!to[5]) return;
     write_scales(peak, 1, at<f32>(to[6]));

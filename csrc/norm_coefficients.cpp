@@ -3,6 +3,8 @@
 
 #include <cmath>
 
+#include "rows.h"
+
 namespace byteback {
 
 namespace {
@@ -44,6 +46,14 @@ void norm_coefficients(const NormInput& in, const NormOutput& out) {
         peak = larger(peak, larger(magnitude(low + b, in), magnitude(high + b, in)));
     }
     *out.peak = peak;
+}
+
+void norm_steps(s64 channels, const f32* low, const f32* high, const f64* mean, f32* step, f32* centre) {
+    for (s64 c = 0; c < channels; ++c) {
+        centre[c] = static_cast<f32>(mean[c]);
+        const f32 reach = larger(std::fabs(low[c] - centre[c]), std::fabs(high[c] - centre[c]));
+        step[c] = is_live(reach) ? reach / static_cast<f32>(kMax) : 1.0f;
+    }
 }
 
 void norm_folded(const GivenNorm& in, f32* to_a, f32* to_b) {

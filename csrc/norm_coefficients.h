@@ -26,6 +26,9 @@ struct NormOutput {
 
 void norm_coefficients(const NormInput&, const NormOutput&);
 
+// How x is kept as int8 (ops.pack_norm): around its mean, 127 steps to the farther extreme of each channel.
+void norm_steps(s64 channels, const f32* low, const f32* high, const f64* mean, f32* step, f32* centre);
+
 // A norm whose statistics are given: a and b only.
 struct GivenNorm {
     s64 channels;

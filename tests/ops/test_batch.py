@@ -42,14 +42,15 @@ def residual_of(kind, shape):
     return channels_last(torch.randint(-127, 128, shape, dtype=torch.int8)), torch.tensor([[0.03]])
 
 
-def forward(path, shape, kind, activation, wants, bias=True, running=True):
+def forward(path, shape, kind, activation, wants, bias=True, running=True, keep=None):
     x, (gamma, beta, conv_bias, mean, var) = drawn(shape)
     norm = BatchNorm(gamma, beta, conv_bias if bias else None, 1e-5, (mean, var) if running else None, 0.1)
     residual = residual_of(kind, shape)
     with native.path(path):
         int8, floats, mask = wants
-        made = normalize_batch(x, norm, residual, activation, want_int8=int8, want_float=floats, want_mask=mask)
-    return (*made[:5], *made.made[:5], mean, var)
+        made = normalize_batch(x, norm, residual, activation, want_int8=int8, want_float=floats, want_mask=mask, keep=keep)
+    kept = made.made.kept if isinstance(made.made.kept, tuple) else (made.made.kept,)
+    return (*made[:5], *made.made[:5], mean, var, *kept)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -62,6 +63,31 @@ def test_forward_is_that_of_the_reference(path, shape, kind, activation):
             forward(path, shape, kind, activation, wants), forward("reference", shape, kind, activation, wants), strict=True
         ):
             equal(one, other)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("keep", ["bfloat16", "int8"])
+def test_x_is_kept_as_the_reference_keeps_it(path, shape, keep):
+    for wants in [(True, True, True), (True, False, True), (False, False, False)]:
+        ours, plain = (forward(way, shape, None, "relu", wants, keep=keep) for way in (path, "reference"))
+        assert len(ours) == (15 if keep == "int8" else 13)
+        for one, other in zip(ours, plain, strict=True):
+            equal(one, other)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_x_is_kept_as_pack_norm_keeps_it(path):
+    x, (gamma, beta, *_) = drawn((4, 16, 6, 6))
+    x[:, 3] = 2.5  # a channel without any spread
+    norm = BatchNorm(gamma, beta, None, 1e-5, None, 0.1)
+    with native.path(path):
+        made = normalize_batch(x, norm, None, "relu", want_int8=True, want_float=False, want_mask=True, keep="int8")
+        _, _, low, high = ops.channel_stats(x)
+        for one, other in zip(made.made.kept, ops.pack_norm(x, low, high, made.mean, "int8"), strict=True):
+            equal(one, other)
+    with pytest.raises(ValueError, match="cannot be kept as 'int4'"):
+        normalize_batch(x, norm, None, "relu", want_int8=True, want_float=False, want_mask=True, keep="int4")
 
 
 @pytest.mark.parametrize("path", PATHS)

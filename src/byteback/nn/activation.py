@@ -98,32 +98,12 @@ class Source:
         self.write(wanted, want_float=False)
         return self.quantized[-1]
 
-    def write(
-        self,
-        clip: Tensor | None,
-        want_float: bool,
-        want_mask: bool = False,
-        keep: str | None = None,
-        extremes: tuple[Tensor | None, ...] = (),
-    ) -> tuple[Tensor | None, Any]:
-        """One pass that writes what is asked for; returns the mask and x in the form `keep`."""
-        low, high, mean = extremes or (None, None, None)
-        made = ops.normalize(
-            self.x,
-            self.a,
-            self.b,
-            self.residual,
-            self.activation,
-            clip,
-            want_float=want_float,
-            want_mask=want_mask,
-            keep=keep,
-            low=low,
-            high=high,
-            mean=mean,
-        )
+    def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> Tensor | None:
+        """One pass that writes what is asked for; returns the mask."""
+        args = (self.x, self.a, self.b, self.residual, self.activation, clip)
+        made = ops.normalize(*args, want_float=want_float, want_mask=want_mask)
         self.keep(clip, made)
-        return made.mask, made.kept
+        return made.mask
 
     def keep(self, clip: Tensor | None, made: ops.Normalized) -> None:
         """Remembers what a pass has written under this clip."""

@@ -21,7 +21,7 @@ from byteback import ops
 from byteback.nn.activation import SHARED_RULE, Activation, Joins, Poolable, Source, carry
 from byteback.nn.functional import Operands, backward_products, forward_product, output_operands, refuse_second
 from byteback.nn.inference import Deferred, Shown, can_defer, given_coefficients
-from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, from_batch, input_gradient, of_batch
+from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, input_gradient, of_batch
 from byteback.nn.pending import BlockPlan, Stages
 from byteback.nn.products import ConvProducts
 from byteback.nn.residual import channels_last, residual_of
@@ -79,26 +79,21 @@ class Block(Function):
         backs = with_grad and any(ctx.needs_input_grad[:6])
         saves = _what_to_save(ctx, stages, layer, residual is not None) if backs else _Saves(False, False, None)
         want = _wanted(stages.plan, layer)
-        kept_y = None
-        if norm is not None and training and saves.keep is None:
-            source, normalized, mask = _at_once(y, of_batch(norm, bias), added, call, stages, want, saves.mask)
+        kept_y: Any = y if saves.y else None
+        if norm is not None and training:
+            source, normalized, made = _at_once(y, of_batch(norm, bias), added, call, stages, want, saves)
+            mask, kept_y = made.mask, kept_y if made.kept is None else made.kept
         else:
-            peak = low = high = None
-            if norm is not None and training:
-                normalized, known, low, high = from_batch(y, norm, bias, activation)
-                if residual is None and activation in MONOTONE:
-                    peak = known
-            else:
-                normalized = folded(norm, bias, weight)
-            source = Source(y, normalized.a, normalized.b, added, activation, call.strides, peak)
-            mask, kept_y = _write(source, want, saves, low, high, normalized.mean)
+            normalized = folded(norm, bias, weight)
+            source = Source(y, normalized.a, normalized.b, added, activation, call.strides)
+            mask = _write(source, want, saves.mask)
         source.joins = want.joins
         if backs:
             ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
             ctx.name = layer.int8_name  # a layer that is restored before its backward pass has lost it
             ctx.norm_training, ctx.activation = training, activation
             ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
-            ctx.save_for_backward(*kept, mask, *normalized, *((y,) if saves.y and kept_y is None else _tensors(kept_y)))
+            ctx.save_for_backward(*kept, mask, *normalized, *_tensors(kept_y))
         sources.append(source)
         # An inference tensor does not count its writes, so it could not tell whether its int8 copy is still true.
         if source.output is None or not stages.plan.feeds_other or torch.is_inference_mode_enabled():
@@ -171,25 +166,21 @@ def _wanted(plan: BlockPlan, layer: Any) -> _Wanted:
 
 
 def _at_once(
-    y: Tensor, norm: ops.BatchNorm, added: ops.Residual, call: Call, stages: Stages, want: _Wanted, masks: bool
-) -> tuple[Source, Normalized, Tensor | None]:
-    """The norm by the batch's statistics and the pass that writes what is wanted: the block's source, its norm, the mask."""
-    activation = stages.activation
-    batch = ops.normalize_batch(y, norm, added, activation, want_int8=want.int8, want_float=want.floats, want_mask=masks)
-    a, b, mean, invstd, peak, made = batch
-    source = Source(y, a, b, added, activation, call.strides, peak)
+    y: Tensor, norm: ops.BatchNorm, added: ops.Residual, call: Call, stages: Stages, want: _Wanted, saves: _Saves
+) -> tuple[Source, Normalized, ops.Normalized]:
+    """The norm by the batch's statistics and the pass that writes what is wanted: the block's source, its norm, the pass."""
+    wants = {"want_int8": want.int8, "want_float": want.floats, "want_mask": saves.mask}
+    a, b, mean, invstd, peak, made = ops.normalize_batch(y, norm, added, stages.activation, **wants, keep=saves.keep)
+    source = Source(y, a, b, added, stages.activation, call.strides, peak)
     source.keep(peak, made)
-    return source, Normalized(a, b, mean, invstd), made.mask
+    return source, Normalized(a, b, mean, invstd), made
 
 
-def _write(
-    source: Source, want: _Wanted, saves: _Saves, low: Tensor | None, high: Tensor | None, mean: Tensor
-) -> tuple[Tensor | None, Any]:
-    """Writes in one pass what the plan expects to be read, and what backward needs: the mask and a smaller y."""
-    if not (saves.mask or saves.keep or want.floats or want.int8):
-        return None, None
-    extremes = (low, high, mean) if saves.keep else ()
-    return source.write(source.clip() if want.int8 else None, want.floats, saves.mask, saves.keep, extremes)
+def _write(source: Source, want: _Wanted, masks: bool) -> Tensor | None:
+    """Writes in one pass what the plan expects to be read, and the mask that backward needs."""
+    if not (masks or want.floats or want.int8):
+        return None
+    return source.write(source.clip() if want.int8 else None, want.floats, masks)
 
 
 def _tensors(kept: Any) -> tuple[Tensor, ...]:

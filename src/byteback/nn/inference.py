@@ -69,20 +69,20 @@ class Deferred(Source):
             self.product = channels_last(self.products.output(*self.operands))
         return self.product
 
-    def write(self, clip: Tensor | None, want_float: bool, *rest: Any, **options: Any) -> tuple[Any, Any]:
+    def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> Tensor | None:
         if clip is not None and self.output is not None:  # the integers are those of the floats
             values, scale, counts, _ = ops.quantize(self.output, clip.reshape((1,) * len(self.shape)))
             self.quantized.append((clip, QTensor(values, scale), counts))
-            return None, None
+            return None
         if self.product is not None or self.quantized:
-            return super().write(clip, want_float, *rest, **options)
+            return super().write(clip, want_float, want_mask)
         made = self._made(clip, want_float or self.floats, None)
         if clip is not None:
             assert made.values is not None and made.scale is not None and made.counts is not None
             self.quantized.append((clip, QTensor(made.values, made.scale), made.counts))
         if made.output is not None:
             self.output = self._laid_out(made.output)
-        return None, None
+        return None
 
     def write_into(self, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
         return self._made(clip, want_float, into) if self.product is None else super().write_into(clip, want_float, into)

@@ -45,11 +45,10 @@ class Floats(Source):
     def clip(self) -> Tensor:
         return self.int8()[0] if self.peak is None else self.peak
 
-    def write(self, clip: Tensor | None, want_float: bool, *_: Any, **__: Any) -> tuple[None, None]:
+    def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> None:
         if clip is not None:
             values, scale, counts, _seen = ops.quantize(self.x, clip.reshape((1,) * self.x.dim()))
             self.quantized.append((clip, QTensor(values, scale), counts))
-        return None, None
 
     def write_into(self, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
         values = scale = counts = None
@@ -91,7 +90,7 @@ class Joined(Source):
             self.peak = torch.stack([part.clip().reshape(()) for part in self.parts]).amax()
         return self.peak
 
-    def write(self, clip: Tensor | None, want_float: bool, *_: Any, **__: Any) -> tuple[None, None]:
+    def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> None:
         """Both copies at once where the plan expects both to be read."""
         want_float = want_float or (self.joins.other and self.output is None)
         if clip is None and self.joins.conv and not self.quantized:
@@ -102,7 +101,6 @@ class Joined(Source):
             self.quantized.append((clip, QTensor(values, made[0].scale), counts))  # type: ignore[arg-type]
         if output is not None:
             self.output = self._laid_out(output)
-        return None, None
 
     def _written(self, clip: Tensor | None, want_float: bool) -> tuple[list[ops.Normalized], Tensor | None, Tensor | None]:
         width = self.shape[1]

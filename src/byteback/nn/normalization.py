@@ -40,29 +40,12 @@ class InputGradient(NamedTuple):
     bias: Tensor | None
 
 
-class Batch(NamedTuple):
-    """The norm of a training step: its numbers, max|act(a·y + b)| (without a residual), the extremes of each channel of y."""
-
-    normalized: Normalized
-    peak: Tensor
-    low: Tensor
-    high: Tensor
-
-
 def of_batch(norm: Norm, bias: Tensor | None) -> ops.BatchNorm:
     """A norm that uses its batch, and moves its running statistics if it has them."""
     running = None
     if norm.running_mean is not None and norm.running_var is not None:
         running = norm.running_mean, norm.running_var
     return ops.BatchNorm(norm.weight, norm.bias, bias, norm.eps, running, norm.momentum)
-
-
-def from_batch(y: Tensor, norm: Norm, bias: Tensor | None, activation: str) -> Batch:
-    """The norm by the batch's own statistics, which are handed on too. Moves the running ones."""
-    stats = ops.channel_stats(y)
-    gamma, beta, bias, eps, running, momentum = of_batch(norm, bias)
-    made = ops.norm_coefficients(stats, y.numel() // y.shape[1], gamma, beta, bias, eps, running, momentum, activation)
-    return Batch(Normalized(*made[:4]), made.peak, stats[2], stats[3])
 
 
 def folded(norm: Norm | None, bias: Tensor | None, weight: Tensor) -> Normalized:

@@ -21,7 +21,7 @@ from byteback.ops.coefficients import CEILINGS, are_plain, norm_coefficients, no
 from byteback.ops.layout import is_last_dense
 from byteback.ops.normalize import Kept, Normalized, Residual, channel_stats, normalize, normalize_grad_sums, normalize_peak
 from byteback.ops.normalize_checks import check_activation, check_gate, check_kept, check_tensor, path_for
-from byteback.ops.normalize_native import backward_numbers, residual_numbers
+from byteback.ops.normalize_native import backward_numbers, kept_numbers, residual_numbers
 
 _library: Any = native.library
 _float32, _float64, _empty = torch.float32, torch.float64, torch.empty
@@ -68,10 +68,12 @@ def normalize_batch(
     want_int8: bool,
     want_float: bool,
     want_mask: bool,
+    keep: str | None = None,
 ) -> NormalizedBatch:
     """The norm of x by its own statistics, then activation(a·x + b + residual): as int8 by its maximum, as float32, its mask.
 
-    Moves the running statistics. The peak is known with int8, and without a residual under a monotone activation.
+    `keep` also gives x itself as "bfloat16" or "int8" (`pack_norm` by the batch's extremes and mean), for backward. Moves the
+    running statistics. The peak is known with int8, and without a residual under a monotone activation.
 
     >>> norm = BatchNorm(None, None, None, 0.0, None, 0.1)
     >>> result = normalize_batch(
@@ -84,7 +86,7 @@ def normalize_batch(
     vectors = (norm.gamma, norm.beta, norm.bias, *(norm.running or (None, None)))
     path = native.number()
     if path is None or not _is_ready(x, vectors, residual):
-        return _step_by_step(x, norm, residual, activation, known, want_int8, want_float, want_mask)
+        return _step_by_step(x, norm, residual, activation, known, want_int8, want_float, want_mask, keep)
     channels = x.shape[1]
     rows = x.numel() // channels
     a, b, peak = _empty(channels, dtype=_float32), _empty(channels, dtype=_float32), _empty((), dtype=_float32)
@@ -97,6 +99,8 @@ def normalize_batch(
         output = pool.empty(x.shape, x.stride(), _float32)
     if want_mask and activation in CEILINGS:
         mask = _empty((rows, (channels + 7) // 8), dtype=torch.uint8)
+    kept = _place_for(x, keep)
+    place, kind, step, centre = kept_numbers(kept)
     results = (a, b, mean, invstd, peak, values, scale, counts, output, mask)
     _library.normalize_batch(
         path,
@@ -107,11 +111,24 @@ def normalize_batch(
         activation != "none",
         CEILINGS.get(activation, math.inf),
         known,
-        [0 if result is None else result.data_ptr() for result in results],
+        kind,
+        [*(0 if result is None else result.data_ptr() for result in results), place, step, centre],
         torch.get_num_threads(),
     )
-    made = Normalized(values, scale, output, mask, counts)
+    made = Normalized(values, scale, output, mask, counts, kept)
     return NormalizedBatch(a, b, mean, invstd, peak if known or want_int8 else None, made)
+
+
+def _place_for(x: Tensor, keep: str | None) -> Kept | None:
+    """An empty place for x in a smaller form."""
+    if keep is None:
+        return None
+    if keep == "bfloat16":
+        return pool.empty(x.shape, x.stride(), torch.bfloat16)
+    if keep != "int8":
+        raise ValueError(f"normalize_batch: x cannot be kept as {keep!r}; there are 'bfloat16' and 'int8'.")
+    channels = x.shape[1]
+    return pool.empty(x.shape, x.stride(), torch.int8), _empty(channels, dtype=_float32), _empty(channels, dtype=_float32)
 
 
 def _is_ready(x: Tensor, vectors: tuple[Tensor | None, ...], residual: Residual) -> bool:
@@ -136,6 +153,7 @@ def _step_by_step(
     want_int8: bool,
     want_float: bool,
     want_mask: bool,
+    keep: str | None,
 ) -> NormalizedBatch:
     stats, count = channel_stats(x), x.numel() // max(x.shape[1], 1)
     gamma, beta, bias, eps, running, momentum = norm
@@ -143,9 +161,11 @@ def _step_by_step(
     if want_int8 and not known:
         peak = normalize_peak(x, a, b, residual, activation)
     made = Normalized(None, None, None, None, None)
-    if want_int8 or want_float or want_mask:
+    if want_int8 or want_float or want_mask or keep:
         clip = peak if want_int8 else None
-        made = normalize(x, a, b, residual, activation, clip, want_float=want_float, want_mask=want_mask)
+        extremes = {"low": stats[2], "high": stats[3], "mean": mean}
+        wants: dict[str, Any] = {"want_float": want_float, "want_mask": want_mask, "keep": keep, **extremes}
+        made = normalize(x, a, b, residual, activation, clip, **wants)
     return NormalizedBatch(a, b, mean, invstd, peak if known or want_int8 else None, made)
 
 

@@ -112,14 +112,14 @@ def normalize(
         0 if counts is None else counts.data_ptr(),
         0 if output is None else output.data_ptr(),
         0 if mask is None else mask.data_ptr(),
-        *_kept_numbers(kept),
+        *kept_numbers(kept),
         channels if into is None else into.pitch,
         torch.get_num_threads(),
     )
     return values, scale, output, mask, counts, kept
 
 
-def _kept_numbers(kept: Kept | None) -> tuple[int, int, int, int]:
+def kept_numbers(kept: Kept | None) -> tuple[int, int, int, int]:
     """Where BatchNorm's input is kept: values, kind, step, centre."""
     if kept is None:
         return 0, 0, 0, 0
@@ -130,7 +130,7 @@ def _kept_numbers(kept: Kept | None) -> tuple[int, int, int, int]:
 
 def pack_norm(path: int, x: Tensor, kept: Kept) -> None:
     channels = x.shape[1]
-    numbers = _kept_numbers(kept)
+    numbers = kept_numbers(kept)
     _library.pack_norm(path, x.numel() // channels, channels, x.data_ptr(), *numbers, torch.get_num_threads())
 
 
@@ -152,7 +152,7 @@ def backward_numbers(
         g.numel() // channels,
         channels,
         g.data_ptr(),
-        *_kept_numbers(x),
+        *kept_numbers(x),
         0 if a is None else a.data_ptr(),
         0 if b is None else b.data_ptr(),
         0 if mask is None else mask.data_ptr(),
