@@ -29,6 +29,7 @@ using namespace byteback;
 
 void bind_norm(nb::module_&);    // bindings_norm.cpp
 void bind_block(nb::module_&);   // bindings_block.cpp
+void bind_pairs(nb::module_&);   // bindings_pairs.cpp
 void bind_detect(nb::module_&);  // bindings_detect.cpp
 void bind_pool(nb::module_&);    // bindings_pool.cpp
 
@@ -198,6 +199,7 @@ NB_MODULE(_native, m) {
     m.def("write_ledger", &put_in_ledger);
     bind_norm(m);
     bind_block(m);
+    bind_pairs(m);
     bind_detect(m);
     bind_pool(m);
 }

@@ -46,16 +46,19 @@ void normalize_batch(int path, const std::array<Address, 10>& from, f64 eps, f64
     write_counts(seen, to[7]);
 }
 
-// norm: a, mean, invstd; to: q, r, grad_gamma, grad_beta, the masked gradient
-void normalize_grad_batch(int path, const BackwardNumbers& numbers, const std::array<Address, 3>& norm,
-                          const std::array<Address, 5>& to, int threads) {
+// norm: a, mean, invstd; to: q, r, grad_gamma, grad_beta, the masked gradient, the sum of dx and of dx² (both or neither)
+void normalize_grad_batch(int path, const BackwardNumbers& numbers, const std::array<Address, 3>& norm, f64 eps,
+                          const std::array<Address, 7>& to, int threads) {
     nb::gil_scoped_release unlocked;
     const Backward from = backward_of(numbers);
-    std::vector<f64> sums(2 * static_cast<size_t>(from.channels));
-    f64 *total = sums.data(), *dot = total + from.channels;
-    BYTEBACK_CALL(normalize_grad_sums, from, total, dot, at<f32>(to[4]), threads);
-    norm_gradient({from.channels, from.rows, at<const f32>(norm[0]), at<const f64>(norm[1]), at<const f64>(norm[2]), total, dot},
-                  {at<f32>(to[0]), at<f32>(to[1]), at<f32>(to[2]), at<f32>(to[3])});
+    std::vector<f64> sums(3 * static_cast<size_t>(from.channels));
+    f64 *total = sums.data(), *dot = total + from.channels, *squares = to[5] ? dot + from.channels : nullptr;
+    BYTEBACK_CALL(normalize_grad_sums, from, total, dot, squares, at<f32>(to[4]), threads);
+    const NormSums seen{from.channels, from.rows, at<const f32>(norm[0]), at<const f64>(norm[1]), at<const f64>(norm[2]),
+                        total, dot};
+    norm_gradient(seen, {at<f32>(to[0]), at<f32>(to[1]), at<f32>(to[2]), at<f32>(to[3])});
+    if (squares)
+        gradient_sums({seen, squares, at<const f32>(to[0]), at<const f32>(to[1]), eps}, at<f64>(to[5]), at<f64>(to[6]));
 }
 
 Pixels pixels_of(const std::array<s64, 8>& n) { return {n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7]}; }

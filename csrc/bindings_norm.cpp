@@ -3,17 +3,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 
 #include <array>
-#include <numeric>
 #include <string>
-#include <tuple>
-#include <vector>
 
 #include "conv.h"
 #include "epilogue.h"
-#include "magnitude.h"
 #include "norm.h"
 #include "norm_coefficients.h"
 #include "norm_numbers.h"
@@ -52,9 +47,11 @@ void normalize(int path, s64 rows, s64 channels, Address x, Address a, Address b
     write_counts(seen, counts);
 }
 
-void normalize_grad_sums(int path, const BackwardNumbers& from, Address total, Address dot, Address masked, int threads) {
+void normalize_grad_sums(int path, const BackwardNumbers& from, Address total, Address dot, Address squares, Address masked,
+                         int threads) {
     nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(normalize_grad_sums, backward_of(from), at<f64>(total), at<f64>(dot), at<f32>(masked), threads);
+    BYTEBACK_CALL(normalize_grad_sums, backward_of(from), at<f64>(total), at<f64>(dot), at<f64>(squares), at<f32>(masked),
+                  threads);
 }
 
 void normalize_grad(int path, const BackwardNumbers& from, Address dx, int threads) {
@@ -71,56 +68,6 @@ void normalize_grad_quantize(int path, const BackwardNumbers& from, Address clip
     write_scales(&bound, 1, at<f32>(scale));
     write_counts(seen, counts);
     *at<f32>(peak) = seen.peak;
-}
-
-void normalize_grad_moments(int path, const BackwardNumbers& from, Address dx, Address peak, Address total, Address squares,
-                            int threads) {
-    nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(normalize_grad_moments, backward_of(from), at<f32>(dx), at<f32>(peak), at<f64>(total), at<f64>(squares),
-                  threads);
-}
-
-void tail_count_pair(int path, s64 rows, s64 channels, Address x, Address each, Address all, Address over_each,
-                     Address over_all, int threads) {
-    nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(tail_count_pair, rows, channels, at<const f32>(x), at<const f32>(each), *at<const f32>(all),
-                  at<s64>(over_each), at<s64>(over_all), threads);
-}
-
-// moments: max|x|, sum and sum of squares of each channel; before: the last clips, 0 for none; rule: threshold, keep, add. Of
-// before and clips, first the whole tensor's, then each channel's. Returns the shares that are Gaussian, likewise.
-std::tuple<f64, f64> magnitude_clips(int path, s64 rows, s64 channels, Address x, const std::array<Address, 3>& moments,
-                                     const std::array<Address, 2>& before, const std::array<f64, 3>& rule,
-                                     const std::array<Address, 2>& clips, int threads) {
-    nb::gil_scoped_release unlocked;
-    const f32* peak = at<const f32>(moments[0]);
-    const f64 *total = at<const f64>(moments[1]), *squares = at<const f64>(moments[2]);
-    std::vector<f32> each(static_cast<size_t>(channels));
-    for (s64 c = 0; c < channels; ++c) each[static_cast<size_t>(c)] = deviation(total[c], squares[c], rows);
-    const f32 one = deviation(sum_channels(total, channels), sum_channels(squares, channels), rows * channels);
-    std::vector<s64> tail(static_cast<size_t>(channels)), tail_one(static_cast<size_t>(channels));
-    BYTEBACK_CALL(tail_count_pair, rows, channels, at<const f32>(x), each.data(), one, tail.data(), tail_one.data(), threads);
-    const MagnitudeRule numbers{rule[0], static_cast<f32>(rule[1]), static_cast<f32>(rule[2])};
-    const f32 peak_one = largest(peak, channels);
-    const s64 all = std::accumulate(tail_one.begin(), tail_one.end(), s64{0});
-    return {choose_clips(numbers, 1, &peak_one, &all, rows * channels, at<const f32>(before[0]), at<f32>(clips[0])),
-            choose_clips(numbers, channels, peak, tail.data(), rows, at<const f32>(before[1]), at<f32>(clips[1]))};
-}
-
-// Of each pair, first what belongs to the one clip, then what belongs to the clips per channel.
-void quantize_pair(int path, s64 rows, s64 channels, Address x, Address clip, Address clips, Address key,
-                   const std::array<Address, 2>& values, const std::array<Address, 2>& scale,
-                   const std::array<Address, 2>& counts, const std::array<Address, 2>& peak, int threads) {
-    nb::gil_scoped_release unlocked;
-    Report reports[2];
-    BYTEBACK_CALL(quantize_pair, rows, channels, at<const f32>(x), *at<const f32>(clip), at<const f32>(clips), noise_of(key),
-                  at<s8>(values[0]), at<s8>(values[1]), reports, threads);
-    write_scales(at<const f32>(clip), 1, at<f32>(scale[0]));
-    write_scales(at<const f32>(clips), channels, at<f32>(scale[1]));
-    for (int i = 0; i < 2; ++i) {
-        write_counts(reports[i], counts[i]);
-        *at<f32>(peak[i]) = reports[i].peak;
-    }
 }
 
 void pack_norm(int path, s64 rows, s64 channels, Address x, Address kept, int kind, Address step, Address centre,
@@ -200,6 +147,14 @@ void gradient(const std::array<Address, 7>& n, const std::array<Address, 4>& to)
                   {at<f32>(to[0]), at<f32>(to[1]), at<f32>(to[2]), at<f32>(to[3])});
 }
 
+// channels, count, a, mean, invstd, total, dot, squares, q, r
+void sums_of_gradient(const std::array<Address, 10>& n, f64 eps, Address total, Address squares) {
+    nb::gil_scoped_release unlocked;
+    const NormSums of{static_cast<s64>(n[0]), static_cast<s64>(n[1]), at<const f32>(n[2]), at<const f64>(n[3]),
+                      at<const f64>(n[4]), at<const f64>(n[5]), at<const f64>(n[6])};
+    gradient_sums({of, at<const f64>(n[7]), at<const f32>(n[8]), at<const f32>(n[9]), eps}, at<f64>(total), at<f64>(squares));
+}
+
 }  // namespace
 
 void bind_norm(nb::module_& m) {
@@ -210,12 +165,9 @@ void bind_norm(nb::module_& m) {
     m.def("normalize_grad_sums", &normalize_grad_sums);
     m.def("normalize_grad", &normalize_grad);
     m.def("normalize_grad_quantize", &normalize_grad_quantize);
-    m.def("normalize_grad_moments", &normalize_grad_moments);
-    m.def("tail_count_pair", &tail_count_pair);
-    m.def("magnitude_clips", &magnitude_clips);
-    m.def("quantize_pair", &quantize_pair);
     m.def("pack_norm", &pack_norm);
     m.def("norm_coefficients", &coefficients);
     m.def("norm_folded", &folded);
     m.def("norm_gradient", &gradient);
+    m.def("gradient_sums", &sums_of_gradient);
 }

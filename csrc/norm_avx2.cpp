@@ -166,79 +166,6 @@ struct KeepKernel {
     }
 };
 
-// Two int8 copies of x with the same noise.
-template <bool stochastic>
-struct PairKernel {
-    const f32* x;
-    s64 channels, at = 0;
-    Clip clip;
-    f32 *inverse, *bound;  // per channel
-    Noise noise;
-    PairNoise state;
-    s8 *by_tensor, *by_channel;
-    Tally tally, channel_tally;  // the second only counts what is saturated
-
-    PairKernel(const f32* from, s64 all_channels, f32 one, const f32* clips, Noise n, s8* first, s8* second, s64 together)
-        : x(from), channels(all_channels), clip(one), noise(n), state(n, 0), by_tensor(first), by_channel(second) {
-        const Constants k({nullptr, nullptr}, channels, together);
-        inverse = k[0], bound = k[1];
-        for (s64 e = 0; e < channels * together; ++e) {
-            const f32 c = clips[e % channels];
-            inverse[e] = is_live(c) ? inverse_scale(c) : 0.0f;
-            bound[e] = is_live(c) ? c : std::numeric_limits<f32>::infinity();
-        }
-    }
-
-    BYTEBACK_INLINE void start(s64 row) {
-        at = row * channels;
-        if (stochastic) state = PairNoise(noise, row * ceil_div(channels, 2));
-    }
-
-    // Tally::scale for clips per channel; `finite` says that no value is NaN or Inf.
-    template <int V>
-    BYTEBACK_INLINE void scale_channels(s64 e, const __m256 (&value)[V], bool finite, __m256 (&y)[V]) {
-        __m256 beyond = _mm256_setzero_ps();
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-            const __m256 size = _mm256_castsi256_ps(magnitude(value[v]));
-            beyond = _mm256_or_ps(beyond, _mm256_cmp_ps(size, _mm256_loadu_ps(bound + e + 8 * v), _CMP_GT_OQ));
-        }
-        if (__builtin_expect(finite && _mm256_movemask_ps(beyond) == 0, 1)) {
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) y[v] = _mm256_mul_ps(value[v], _mm256_loadu_ps(inverse + e + 8 * v));
-            return;
-        }
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-            const Clip each(_mm256_loadu_ps(inverse + e + 8 * v), _mm256_loadu_ps(bound + e + 8 * v));
-            y[v] = channel_tally.scaled(value[v], each, !finite);
-        }
-    }
-
-    template <int V, class Lanes>
-    BYTEBACK_INLINE void some(s64 e, Lanes lanes) {
-        __m256 value[V], y[V], y_channel[V];
-        __m256i u[V], q[V], q_channel[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) value[v] = lanes.load(x + at + e + 8 * v);
-        const bool within = tally.scale(value, clip, y);
-        scale_channels(e, value, within, y_channel);
-        if (stochastic) state.next(u);
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-            q[v] = _mm256_cvtps_epi32(stochastic ? PairNoise::round(y[v], u[v]) : y[v]);
-            q_channel[v] = _mm256_cvtps_epi32(stochastic ? PairNoise::round(y_channel[v], u[v]) : y_channel[v]);
-        }
-        store_bytes(by_tensor + at + e, q, lanes);
-        store_bytes(by_channel + at + e, q_channel, lanes);
-    }
-    BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
-    template <class Lanes>
-    BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
-        some<1>(e, lanes);
-    }
-};
-
 }  // namespace
 
 f32 normalize_peak(const Forward& from, int threads) {
@@ -295,24 +222,6 @@ void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome& to, int thre
     walk_rows(
         rows, channels, threads, [&](s64 together) { return KeepKernel(x, to, channels, together); },
         [](int, const KeepKernel&) {});
-}
-
-void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* clips, Noise noise, s8* by_tensor,
-                   s8* by_channel, Report reports[2], int threads) {
-    auto first = no_reports(threads), second = no_reports(threads);
-    const auto walk = [&](auto stochastic) {
-        using Kernel = PairKernel<decltype(stochastic)::is>;
-        walk_rows(
-            rows, channels, threads,
-            [&](s64 together) { return Kernel(x, channels, clip, clips, noise, by_tensor, by_channel, together); },
-            [&](int thread, const Kernel& kernel) {
-                first[thread] = kernel.tally.report();
-                second[thread] = kernel.channel_tally.report();
-            });
-    };
-    noise.stochastic ? walk(Constant<true>{}) : walk(Constant<false>{});
-    reports[0] = joined(first);
-    reports[1] = {joined(second).saturated, reports[0].nonfinite, reports[0].peak};
 }
 
 }  // namespace byteback::avx2

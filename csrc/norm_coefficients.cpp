@@ -81,4 +81,19 @@ void norm_gradient(const NormSums& in, const NormGradient& out) {
     }
 }
 
+void gradient_sums(const GradientSums& in, f64* to_total, f64* to_squares) {
+    const f64 count = static_cast<f64>(in.of.count);
+    for (s64 c = 0; c < in.of.channels; ++c) {
+        const f64 a = static_cast<f64>(in.of.a[c]), q = static_cast<f64>(in.q[c]), r = static_cast<f64>(in.r[c]);
+        const f64 mean = in.of.mean[c], invstd = in.of.invstd[c], total = in.of.total[c];
+        f64 var = 1.0 / (invstd * invstd) - in.eps;
+        if (var < 0.0) var = 0.0;
+        const f64 shift = q * mean + r, centred = in.of.dot[c] - mean * total;
+        to_total[c] = a * total + count * shift;
+        const f64 own = (a * a * in.squares[c] + count * (q * q * var)) + count * (shift * shift);
+        const f64 crossed = a * q * centred + a * shift * total;
+        to_squares[c] = own + 2.0 * crossed;
+    }
+}
+
 }  // namespace byteback

@@ -50,4 +50,14 @@ struct NormGradient {
 
 void norm_gradient(const NormSums&, const NormGradient&);
 
+// Σdx and Σdx² of dx = a·g + q·x + r for each channel, from sums of g and the statistics of x.
+struct GradientSums {
+    NormSums of;
+    const f64* squares;  // Σg²
+    const f32 *q, *r;
+    f64 eps;
+};
+
+void gradient_sums(const GradientSums&, f64* total, f64* squares);
+
 }  // namespace byteback

@@ -206,11 +206,16 @@ Report normalize(const Forward& f, const Outcome& to, int threads) {
     });
 }
 
-void normalize_grad_sums(const Backward& b, f64* total, f64* dot, f32* masked, int threads) {
+void normalize_grad_sums(const Backward& b, f64* total, f64* dot, f64* squares, f32* masked, int threads) {
     ordered_sum(b.rows, b.channels, total, threads, [&](s64 row, s64 c) { return f64{masked_gradient(b, row, c)}; });
     ordered_sum(b.rows, b.channels, dot, threads, [&](s64 row, s64 c) {
         return f64{masked_gradient(b, row, c)} * f64{kept_value(b.x, row * b.channels + c, c)};
     });
+    if (squares)
+        ordered_sum(b.rows, b.channels, squares, threads, [&](s64 row, s64 c) {
+            const f64 g = masked_gradient(b, row, c);
+            return g * g;
+        });
     if (masked)
         each_element(b.rows, b.channels, threads, [&](s64 row, s64 c, Report&) {
             masked[row * b.channels + c] = masked_gradient(b, row, c);
@@ -229,9 +234,17 @@ Report normalize_grad_quantize(const Backward& b, f32 clip, Noise noise, s8* val
     });
 }
 
-void normalize_grad_moments(const Backward& b, f32* dx, f32* peak, f64* total, f64* squares, int threads) {
-    normalize_grad(b, dx, threads);
-    moments(Rows{1, b.rows, b.channels, 0, b.channels, 1}, dx, peak, total, squares, threads);
+void normalize_grad_tails(const Backward& b, const f32* each, f32 all, f32* peak, s64* over_each, s64* over_all, int threads) {
+    parallel_for(threads, b.channels, [&](s64 c) {
+        over_each[c] = over_all[c] = 0;
+        peak[c] = 0.0f;
+        for (s64 row = 0; row < b.rows; ++row) {
+            const f32 size = std::fabs(gradient(b, row, c));
+            peak[c] = larger(peak[c], size);
+            over_each[c] += size > each[c];
+            over_all[c] += size > all;
+        }
+    });
 }
 
 void tail_count_pair(s64 rows, s64 channels, const f32* x, const f32* each, f32 all, s64* over_each, s64* over_all,
@@ -248,8 +261,22 @@ void tail_count_pair(s64 rows, s64 channels, const f32* x, const f32* each, f32 
 void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* clips, Noise noise, s8* by_tensor,
                    s8* by_channel, Report reports[2], int threads) {
     const Rows all{1, rows, channels, 0, channels, 1};
-    reports[0] = quantize(all, x, PerScale{&clip, 0, 0}, noise, by_tensor, threads);
     reports[1] = quantize(all, x, PerScale{clips, 0, 1}, noise, by_channel, threads);
+    reports[0] = {0, reports[1].nonfinite, reports[1].peak};
+    if (by_tensor) reports[0] = quantize(all, x, PerScale{&clip, 0, 0}, noise, by_tensor, threads);
+}
+
+void normalize_grad_quantize_pair(const Backward& b, f32 clip, const f32* clips, Noise noise, s8* by_tensor, s8* by_channel,
+                                  Report reports[2], int threads) {
+    const auto copy = [&](s8* values, auto clip_of) {
+        return each_element(b.rows, b.channels, threads, [&](s64 row, s64 c, Report& seen) {
+            const f32 u = noise.stochastic ? uniform(noise, b.channels, row, c) : -1.0f;
+            values[row * b.channels + c] = quantized(gradient(b, row, c), clip_of(c), u, seen);
+        });
+    };
+    reports[1] = copy(by_channel, [&](s64 c) { return clips[c]; });
+    reports[0] = {0, reports[1].nonfinite, reports[1].peak};
+    if (by_tensor) reports[0] = copy(by_tensor, [&](s64) { return clip; });
 }
 
 void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome& to, int threads) {

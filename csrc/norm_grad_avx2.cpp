@@ -3,33 +3,11 @@
 #include <immintrin.h>
 
 #include "avx2.h"
-#include "norm_rows_avx2.h"
+#include "norm_gradient_avx2.h"
 
 namespace byteback::avx2 {
 
 namespace {
-
-template <Stored stored, Gate gate>
-struct GradientRun {
-    Backward from;
-    s64 at = 0, mask_row = 0;
-
-    GradientRun(const Backward& given, s64 together) : from(with_constants(given, constants_of(given, together))) {}
-
-    BYTEBACK_INLINE void start(s64 row) {
-        at = row * from.channels;
-        mask_row = row * mask_width(from.channels);
-    }
-
-    template <class Lanes>
-    BYTEBACK_INLINE __m256 dx(s64 e, Lanes lanes) const {
-        const __m256 x = kept_value<stored>(from.x, at + e, e, lanes);
-        const __m256 gm = gated<gate>(lanes.load(from.g + at + e), x, from, e, mask_row + e / 8);
-        const __m256 from_g = _mm256_mul_ps(_mm256_loadu_ps(from.p + e), gm);
-        const __m256 from_x = _mm256_mul_ps(_mm256_loadu_ps(from.q + e), x);
-        return _mm256_add_ps(_mm256_add_ps(from_g, from_x), _mm256_loadu_ps(from.r + e));
-    }
-};
 
 template <Stored stored, Gate gate>
 struct FloatKernel {
@@ -44,7 +22,7 @@ struct FloatKernel {
     }
     template <class Lanes>
     BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
-        put(result + run.at + e, run.dx(e, lanes), stream, lanes);
+        put(result + run.at + e, run.value(e, lanes), stream, lanes);
     }
 };
 
@@ -70,7 +48,7 @@ struct ByteKernel {
         __m256 value[V], y[V];
         __m256i u[V], q[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) value[v] = lanes.only(run.dx(e + 8 * v, lanes));
+        for (int v = 0; v < V; ++v) value[v] = lanes.only(run.value(e + 8 * v, lanes));
         tally.scale(value, clip, y);
         if (stochastic) state.next(u);
 #pragma GCC unroll 4

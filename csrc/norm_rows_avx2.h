@@ -67,6 +67,9 @@ struct Periods {
         constexpr s64 kLength = 512;  // elements of a period
         // A mask's bytes and a hash's pairs run on from row to row only if no row ends within them.
         if (dense && channels % 8 == 0 && channels < kLength) together = kLength / channels;
+        // Whole blocks of 32 where a few rows make them: nothing is left over, and a block starts where it can be streamed.
+        const s64 whole = channels % 32 == 0 ? 1 : channels % 16 == 0 ? 2 : 4;
+        if (together > whole) together -= together % whole;
         chunk = round_up(ceil_div(kUnitWork, channels), together);
     }
 

@@ -87,6 +87,12 @@ inline bool should_stream(const f32* to, s64 rows, s64 channels, s64 whole) {
            rows * channels * static_cast<s64>(sizeof(f32)) > kLarge;
 }
 
+// The same for int8 results, of which `written` bytes are made and which are written in blocks of 32.
+inline bool should_stream(const s8* to, s64 start, s64 written) {
+    constexpr s64 kLarge = 12 << 20;
+    return reinterpret_cast<uintptr_t>(to) % 32 == 0 && start % 32 == 0 && written > kLarge;
+}
+
 // ---- activations and gates -------------------------------------------------------------------------------------------
 
 BYTEBACK_INLINE __m256 all(f32 value) { return _mm256_set1_ps(value); }
@@ -193,11 +199,14 @@ BYTEBACK_INLINE __m256i packed(const __m256i (&v)[4]) {
     return _mm256_max_epi8(ordered, _mm256_set1_epi8(-127));
 }
 
-BYTEBACK_INLINE void store_bytes(s8* to, const __m256i (&v)[4], AllLanes) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed(v));
+BYTEBACK_INLINE void store_bytes(s8* to, const __m256i (&v)[4], AllLanes, bool stream = false) {
+    if (stream)
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to), packed(v));
+    else
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed(v));
 }
 template <class Lanes>
-BYTEBACK_INLINE void store_bytes(s8* to, const __m256i (&v)[1], Lanes lanes) {
+BYTEBACK_INLINE void store_bytes(s8* to, const __m256i (&v)[1], Lanes lanes, bool = false) {
     lanes.store_bytes(to, packed(v));
 }
 

@@ -66,6 +66,8 @@ def _oracle(layer, x, grad_output):
             copies.append(
                 quantizer.quantize(grad_output, numerics.handles[field], numerics.iteration, numerics.nonfinite, noise)
             )
+        if layer.shares_gradient():
+            copies[0] = copies[1]
     operands = [q.values.double() * q.scale.double() for q in (x_q, w_q, *copies)]
     values = _products(layer, *operands)
     sizes = _products(layer, *(operand.abs() for operand in operands))

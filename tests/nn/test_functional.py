@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from byteback import (
     DirectionSensitive,
+    DistributionAdaptiveInt8,
     Int8Conv2d,
     Int8Linear,
     MagnitudeAware,
@@ -20,6 +21,7 @@ from byteback import (
     ops,
     prepare,
 )
+from byteback.ops import magnitude
 
 RECIPES = ["plain-int8", "unified-int8", "distribution-adaptive-int8"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -274,10 +276,56 @@ def test_noise_differs_between_ranks(fresh, monkeypatch):
 
 def test_both_copies_of_a_gradient_share_their_noise(fresh, monkeypatch):
     keys = []
-    original = ops.quantize_pair
-    monkeypatch.setattr(ops, "quantize_pair", lambda *args: keys.append(args[-1]) or original(*args))
+    original = magnitude.quantize_pair
+    monkeypatch.setattr(magnitude, "quantize_pair", lambda *args: keys.append(args[-1]) or original(*args))
     conv(fresh, "distribution-adaptive-int8")(image().requires_grad_()).sum().backward()
     assert len(keys) == 1 and keys[0] is not None
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["alone", "block"])
+def test_a_depthwise_layer_makes_one_copy_for_both_products(fresh, monkeypatch, fused):
+    """Its K is summed by no product, so the copy per channel serves grad_input too, with a scale for each channel."""
+    scales = {}
+    for name in ("conv_int8_grad_input", "conv_int8_grad_weight"):
+        original = getattr(ops, name)
+
+        def listen(*args, name=name, original=original):
+            scales[name] = args[1]
+            return original(*args)
+
+        monkeypatch.setattr(ops, name, listen)
+    shape = (1, 4, 1, 1)
+    for shares, expected in ((True, shape), (False, (1, 1, 1, 1))):
+        recipe = DistributionAdaptiveInt8(depthwise_shares=shares, first_conv=True)
+        layer = fresh(Int8Conv2d, 4, 4, 3, recipe=recipe, bias=False, groups=4, padding=1)
+        x = image().requires_grad_()
+        if fused:
+            model = prepare(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4), nn.ReLU()), recipe)
+            layer, _ = model[0], model(x).square().sum().backward()
+        else:
+            layer(x).square().sum().backward()
+        assert scales["conv_int8_grad_input"].shape == expected and scales["conv_int8_grad_weight"].shape == shape
+        assert bool(layer.quantizers.grad_output.seen.any()) is not shares
+        assert layer.quantizers.grad_output_for_weight.seen.any() and x.grad.abs().sum() > 0
+
+
+def test_finer_steps_bring_a_depthwise_gradient_nearer(fresh):
+    x, w = image(), torch.randn(4, 1, 3, 3, generator=torch.Generator().manual_seed(3))
+    g = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(4)) * torch.tensor([1.0, 1e-1, 1e-2, 1e-3]).reshape(
+        1, 4, 1, 1
+    )
+    exact = torch.nn.grad.conv2d_input(x.shape, w, g, padding=1, groups=4)
+    errors = []
+    for shares in (True, False):
+        layer = fresh(
+            Int8Conv2d, 4, 4, 3, recipe=DistributionAdaptiveInt8(depthwise_shares=shares), bias=False, groups=4, padding=1
+        )
+        with torch.no_grad():
+            layer.weight.copy_(w)
+        leaf = x.clone().requires_grad_()
+        layer(leaf).backward(g)
+        errors.append(((leaf.grad - exact)[:, 3].norm() / exact[:, 3].norm()).item())
+    assert errors[0] < 0.05 < errors[1]
 
 
 def test_forward_uses_no_noise(fresh):

@@ -29,6 +29,9 @@ def drawn(shape, seed=0):
 def equal(one, other):
     if one is None or other is None:
         assert one is other
+    elif isinstance(one, tuple):
+        for first, second in zip(one, other, strict=True):
+            equal(first, second)
     else:
         assert one.dtype == other.dtype and one.shape == other.shape
         assert torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -142,7 +145,7 @@ def backward(path, shape, activation, masked, keep):
     with native.path(path):
         _, _, low, high = ops.channel_stats(x)
         kept = x if keep == "float32" else ops.pack_norm(x, low, high, x.mean([0, *range(2, x.dim())]), keep)
-        return normalize_grad_batch(g, kept, a, b, None, activation, mean, invstd, want_masked=masked)
+        return normalize_grad_batch(g, kept, a, b, None, activation, mean, invstd, 1e-5, want_masked=masked, want_sums=masked)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -163,8 +166,8 @@ def test_backward_by_a_mask(path):
     g, mean, invstd = torch.randn_like(x), torch.randn(24).double(), torch.rand(24).double() + 0.5
     with native.path(path):
         mask = ops.normalize(x, a, b, None, "relu", None, want_float=False, want_mask=True).mask
-        by_mask = normalize_grad_batch(g, x, a, b, mask, "relu", mean, invstd, want_masked=True)
-        by_value = normalize_grad_batch(g, x, a, b, None, "relu", mean, invstd, want_masked=True)
+        by_mask = normalize_grad_batch(g, x, a, b, mask, "relu", mean, invstd, 1e-5, want_masked=True, want_sums=True)
+        by_value = normalize_grad_batch(g, x, a, b, None, "relu", mean, invstd, 1e-5, want_masked=True, want_sums=True)
     for one, other in zip(by_mask, by_value, strict=True):
         equal(one, other)
 

@@ -19,9 +19,12 @@ def made(path: str, x: torch.Tensor, norm: nn.BatchNorm2d, bias: torch.Tensor | 
         gamma, beta = (norm.weight.detach(), norm.bias.detach()) if norm.affine else (None, None)
         forward = ops.norm_coefficients(stats, count, gamma, beta, bias, norm.eps, running, 0.3, activation)
         g = torch.linspace(-1.0, 2.0, x.numel()).reshape(x.shape)
-        total, dot, _ = ops.normalize_grad_sums(g, x, None, None, None, "none", want_masked=False)
-        backward = ops.norm_gradient(forward.a, forward.mean, forward.invstd, total, dot, count)
-    return [*forward, *running, *backward]
+        seen = ops.normalize_grad_sums(g, x, None, None, None, "none", want_masked=False, want_squares=True)
+        total, dot, squares, _ = seen
+        a, _, mean, invstd, _ = forward
+        backward = ops.norm_gradient(a, mean, invstd, total, dot, count)
+        sums = ops.gradient_sums(a, *backward[:2], mean, invstd, norm.eps, total, dot, squares, count)
+    return [*forward, *running, *backward, *sums]
 
 
 @pytest.mark.parametrize("affine", [False, True])
@@ -45,7 +48,7 @@ def test_against_batch_norm() -> None:
     norm = nn.BatchNorm2d(6, momentum=0.3)
     nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
     x = torch.randn(4, 6, 5, 5, requires_grad=True)
-    a, b, _, _, peak, mean, var, q, r, gamma, beta = made("reference", x.detach(), norm, None, "relu")
+    a, b, _, _, peak, mean, var, q, r, gamma, beta, total, squares = made("reference", x.detach(), norm, None, "relu")
     column = (1, -1, 1, 1)
     y = norm(x)
     torch.testing.assert_close(x.detach() * a.reshape(column) + b.reshape(column), y.detach(), rtol=1e-5, atol=1e-6)
@@ -55,6 +58,21 @@ def test_against_batch_norm() -> None:
     y.backward(g)
     torch.testing.assert_close(g * a.reshape(column) + x.detach() * q.reshape(column) + r.reshape(column), x.grad)
     torch.testing.assert_close((gamma, beta), (norm.weight.grad, norm.bias.grad), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(squares.float(), (x.grad**2).sum([0, 2, 3]), rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(total.float(), x.grad.sum([0, 2, 3]), rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-2, 3e-3, 1e-4])
+def test_the_spread_of_a_gradient_is_known_also_where_eps_decides(spread: float) -> None:
+    """sqrt(eps) is 3e-3: below it the norm hardly divides by the deviation any more."""
+    torch.manual_seed(2)
+    norm = nn.BatchNorm2d(5)
+    x = torch.randn(4, 5, 6, 6) * spread + 0.3
+    *_, total, squares = made("reference", x, norm, None, "none")
+    leaf = x.double().requires_grad_()
+    norm.double()(leaf).backward(torch.linspace(-1.0, 2.0, x.numel()).reshape(x.shape).double())
+    torch.testing.assert_close(squares, (leaf.grad**2).sum([0, 2, 3]), rtol=1e-4, atol=0.0)
+    assert (total.abs() <= 1e-5 * leaf.grad.abs().sum([0, 2, 3])).all()
 
 
 @pytest.mark.parametrize("affine", [False, True])

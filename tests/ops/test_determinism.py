@@ -45,6 +45,7 @@ CLIP = torch.full((1, 1, 1, 1), 2.5)
 KEY = torch.tensor([0x12345678, 0x9ABCDEF0])
 V = [floats(17) + i for i in range(5)]
 ONE = torch.tensor(1.5)
+PARTS = ops.GradientParts(F4, F4, *V[:2], None, "relu6", *V[2:])
 
 
 def _flat(batch: Any) -> tuple[Any, ...]:
@@ -93,12 +94,16 @@ CALLS: dict[str, Callable[[], Any]] = {
             want_mask=True,
         )
     ),
+    "gradient_sums": lambda: ops.gradient_sums(*V[:3], *(v.double() for v in V[3:]), 1e-5, *(v.double() for v in V[:3]), 99),
     "normalize_grad_batch": lambda: ops.normalize_grad_batch(
-        *(F4, F4, *V[:2], None, "relu", V[2].double(), V[3].double()), want_masked=True
+        *(F4, F4, *V[:2], None, "relu", V[2].double(), V[3].double(), 1e-5), want_masked=True, want_sums=True
     ),
     "normalize_grad_sums": lambda: ops.normalize_grad_sums(F4, F4, *V[:2], None, "relu6", want_masked=True),
     "normalize_grad": lambda: ops.normalize_grad(F4, F4, *V[:2], None, "hardswish", *V[2:]),
-    "normalize_grad_moments": lambda: ops.normalize_grad_moments(F4, F4, None, None, None, "none", *V[2:]),
+    "normalize_grad_quantize_pair": lambda: sum(
+        ops.normalize_grad_quantize_pair(PARTS, ONE, V[3].abs().reshape(1, -1, 1, 1), KEY), ()
+    ),
+    "normalize_grad_tails": lambda: ops.normalize_grad_tails(PARTS, V[1].abs(), ONE),
     "normalize_grad_quantize": lambda: ops.normalize_grad_quantize(F4, F4, *V[:2], None, "relu", *V[2:], ONE, KEY),
     "pack_norm": lambda: ops.pack_norm(F4, -V[4].abs() - 1, V[4].abs() + 1, V[0], "int8"),
     "quantize_pair": lambda: ops.quantize_pair(F4, ONE, V[3].reshape(1, -1, 1, 1), KEY),
@@ -108,8 +113,7 @@ by_call = pytest.mark.parametrize("call", list(CALLS))
 
 
 def test_every_operator_is_listed_here() -> None:
-    others = ("ACTIVATIONS", "BatchNorm", "Coefficients", "Into", "Normalized", "Residual")
-    names = [name for name in ops.__all__ if name not in others]
+    names = [name for name in ops.__all__ if name[0].islower()]  # the others are types and constants
     assert [name for name in names if not any(call.startswith(name) for call in CALLS)] == []
 
 

@@ -318,14 +318,14 @@ def test_clip_of_a_rule_without_memory_is_tracked_too():
 
 
 def test_clip_of_a_rule_without_memory_is_averaged_too():
-    step = bench(TensorRule(HalfOfMax()))
+    step = bench(TensorRule(HalvedMax()))
     for peak in (2.0, 4.0):
         step(torch.tensor([[peak, 0.1]]))
     assert step.quantizer.tracked[0].item() == pytest.approx(0.9 * 1.0 + 0.1 * 2.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfOfMax(ClipRule):
+class HalvedMax(ClipRule):
     def choose(self, x, axis, memory):
         return Choice(x.abs().amax().reshape((1,) * x.dim()) / 2)
 

@@ -19,13 +19,13 @@ from torch.autograd import Function
 
 from byteback import ops
 from byteback.nn.activation import SHARED_RULE, Activation, Joins, Poolable, Source, carry
-from byteback.nn.functional import Operands, backward_products, forward_product, output_operands, refuse_second
+from byteback.nn.functional import Operands, backward_products, chooses_both, forward_product, output_operands, refuse_second
 from byteback.nn.inference import Deferred, Shown, can_defer, given_coefficients
 from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, input_gradient, of_batch
 from byteback.nn.pending import BlockPlan, Stages
 from byteback.nn.products import ConvProducts
 from byteback.nn.residual import channels_last, residual_of
-from byteback.quantize import Moments
+from byteback.ops import magnitude
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -92,6 +92,7 @@ class Block(Function):
             ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
             ctx.name = layer.int8_name  # a layer that is restored before its backward pass has lost it
             ctx.norm_training, ctx.activation = training, activation
+            ctx.norm_eps = 0.0 if norm is None else norm.eps
             ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
             ctx.save_for_backward(*kept, mask, *normalized, *_tensors(kept_y))
         sources.append(source)
@@ -196,46 +197,50 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     g = channels_last(grad_output)
     # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
     y = y if len(y) > 1 else y[0] if y else g
-    total = dot = masked = grads = None
-    masks = activation != "none"
+    masks, pairs = activation != "none", chooses_both(ctx.layer)
+    # Two copies read the gradient twice more: then a smooth activation's derivative is better taken once.
+    want_masked = (for_residual and masks) or (pairs and activation in ops.SMOOTH)
+    total = dot = masked = grads = sums = None
     a, b, mean, invstd = normalized
     if ctx.norm_training:
-        q, r, gamma, beta, masked = ops.normalize_grad_batch(
-            g, y, a, b, mask, activation, mean, invstd, want_masked=for_residual and masks
+        q, r, gamma, beta, masked, sums = ops.normalize_grad_batch(
+            g, y, a, b, mask, activation, mean, invstd, ctx.norm_eps, want_masked=want_masked, want_sums=pairs
         )
         # The batch's mean takes the bias out again.
         grads = InputGradient(a, q, r, gamma, beta, torch.zeros_like(a) if ctx.needs_input_grad[2] else None)
-    elif any(ctx.needs_input_grad[2:5]) or (for_residual and masks):
-        total, dot, masked = ops.normalize_grad_sums(g, y, a, b, mask, activation, want_masked=for_residual and masks)
+    elif any(ctx.needs_input_grad[2:5]) or want_masked or pairs:
+        seen = ops.normalize_grad_sums(g, y, a, b, mask, activation, want_masked=want_masked, want_squares=pairs)
+        total, dot, masked = seen.total, seen.dot, seen.masked
+        if seen.squares is not None:
+            sums = a * seen.total, a.double() * a * seen.squares
     if masked is not None:
         g, mask, activation = masked, None, "none"
     residual_grad = g if for_residual else None
     if grads is None:
         grads = input_gradient(normalized, ctx.norm_training, total, dot)
-    gradient = BlockGradient(g, y, normalized.a, normalized.b, mask, activation, grads.p, grads.q, grads.r)
+    gradient = BlockGradient(ops.GradientParts(g, y, a, b, mask, activation, grads.p, grads.q, grads.r), sums)
     grad_input, grad_weight = backward_products(ctx, kept, gradient, ctx.needs_input_grad)
     wanted = zip((grads.bias, grads.gamma, grads.beta, residual_grad), ctx.needs_input_grad[2:6], strict=True)
     return grad_input, grad_weight, *(grad if needed else None for grad, needed in wanted)
 
 
 class BlockGradient(NamedTuple):
-    """The gradient of y, not written out: p·g' + q·y + r. y may have been kept as something smaller."""
+    """The gradient of y, not written out: p·g' + q·y + r, and its Σ and Σ² of each channel where two copies are made of it."""
 
-    g: Tensor
-    y: Any
-    a: Tensor
-    b: Tensor
-    mask: Tensor | None
-    activation: str
-    p: Tensor
-    q: Tensor
-    r: Tensor
+    parts: ops.GradientParts
+    sums: tuple[Tensor, Tensor] | None
 
     def written(self) -> Tensor:
-        return ops.normalize_grad(*self)
-
-    def moments(self) -> Moments:
-        return Moments(*ops.normalize_grad_moments(*self))
+        return ops.normalize_grad(*self.parts)
 
     def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return ops.normalize_grad_quantize(*self, clip, key)
+        return ops.normalize_grad_quantize(*self.parts, clip, key)
+
+    def elements(self) -> int:
+        return self.parts.g.numel()
+
+    def pair(
+        self, rule: magnitude.Average, before: tuple[Tensor | None, Tensor | None], key: Tensor | None, want_one: bool
+    ) -> magnitude.Paired:
+        assert self.sums is not None, "chooses_both() asks for them"
+        return magnitude.gradient_pair(rule, self.parts, self.sums, *before, key, want_one=want_one)

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from byteback import ops
 from byteback.nn.activation import SHARED_RULE, numbers, source_of
 from byteback.nn.joined import shared_floats
 from byteback.nn.products import Products
 from byteback.nn.weights import weight_as_int8
-from byteback.ops import layout
-from byteback.quantize import Adopted, Moments, QTensor, Step, adopt, quantize_both, quantize_held
+from byteback.ops import layout, magnitude
+from byteback.quantize import Adopted, PairedGradient, QTensor, Step, adopt, quantize_both, quantize_held
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -70,14 +69,10 @@ class Operands(NamedTuple):
     w: Tensor | None = None
 
 
-class Gradient(Protocol):
+class Gradient(PairedGradient, Protocol):
     """The gradient of a product's output, which a fused block may be able to quantize without writing it out."""
 
-    def written(self) -> Tensor: ...
-
     def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...
-
-    def moments(self) -> Moments | None: ...
 
 
 class FloatGradient(NamedTuple):
@@ -91,8 +86,13 @@ class FloatGradient(NamedTuple):
     def quantized(self, clip: Tensor, key: Tensor | None) -> None:
         return None
 
-    def moments(self) -> Moments:
-        return Moments(self.tensor, *ops.moments(self.tensor))
+    def elements(self) -> int:
+        return self.tensor.numel()
+
+    def pair(
+        self, rule: magnitude.Average, before: tuple[Tensor | None, Tensor | None], key: Tensor | None, want_one: bool
+    ) -> magnitude.Paired:
+        return magnitude.float_pair(rule, self.tensor, *before, key, want_one=want_one)
 
 
 def forward_product(
@@ -150,6 +150,13 @@ def backward_products(
     elif for_weight:
         grad_weight = products.float_grad_weight(gradient.written(), kept.x, ctx.weight_size)
     return grad_input, grad_weight
+
+
+def chooses_both(layer: Int8Layer) -> bool:
+    """Whether backward may ask for clips per tensor and per channel at once."""
+    if "quantizers" not in layer._modules or layer.quantizers.grad_output_for_weight is None:
+        return False
+    return layer.quantizers.settings["grad_output"].rule.clip.averages() is not None
 
 
 def refuse_second(name: str, grad_output: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -211,7 +218,10 @@ def _quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: boo
 def _quantize_gradient(
     layer: Int8Layer, gradient: Gradient, slot: int, training: bool, for_input: bool, for_weight: bool
 ) -> tuple[QTensor | None, QTensor | None]:
-    """grad_output for grad_input and for grad_weight: one copy for both, or two that share their noise."""
+    """grad_output for grad_input and for grad_weight: one copy for both, or two that share their noise.
+
+    Where no product sums over K, the copy that grad_weight wants serves both.
+    """
     if not for_input and not for_weight:
         return None, None
     if "quantizers" not in layer._modules:
@@ -228,12 +238,14 @@ def _quantize_gradient(
     key = numerics.next_noise_key(layer.rank(), count_iteration=training and not layer.hooked)
     step = Step(iteration, numerics.nonfinite, slot, training)
     second = numerics.grad_output_for_weight
-    if second is not None and for_input and for_weight and not compiling:
+    shares = second is not None and layer.shares_gradient()
+    if second is not None and (shares or (for_input and for_weight)) and not compiling:
         handles = numerics.handles["grad_output"], numerics.handles["grad_output_for_weight"]
         noise = key if numerics.settings["grad_output"].rule.rounding == "stochastic" else None
-        both = quantize_both((numerics.grad_output, second), gradient.moments, handles, noise, step)
+        both = quantize_both((numerics.grad_output, second), gradient, handles, noise, step, want_one=not shares)
         if both is not None:
-            return both
+            one, each = both
+            return (each if shares else one) if for_input else None, each if for_weight else None
 
     def quantize(field: str) -> QTensor:
         noise = key if numerics.settings[field].rule.rounding == "stochastic" else None
@@ -244,8 +256,8 @@ def _quantize_gradient(
                 return held
         return quantizer.quantize(gradient.written(), handle, iteration, numerics.nonfinite, noise, slot, training)
 
-    if second is None:
-        shared = quantize("grad_output")
+    if second is None or shares:
+        shared = quantize("grad_output_for_weight" if shares else "grad_output")
         return (shared if for_input else None), (shared if for_weight else None)
     return (
         quantize("grad_output") if for_input else None,

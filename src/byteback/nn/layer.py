@@ -127,6 +127,13 @@ class Int8Layer(_Base):
         """What the float table knows of this layer."""
         raise NotImplementedError
 
+    def shares_gradient(self) -> bool:
+        """Whether the gradient's copy per channel serves grad_input too: in a depthwise convolution, which sums over no K."""
+        own, (in_channels, out_channels) = self.recipe.grad_output_for_weight, self.channels()
+        if own is None or own.per != "K" or not self.recipe.depthwise_shares:
+            return False
+        return 1 < in_channels == out_channels == getattr(self, "groups", 1)
+
     def runs_int8(self, product: str | None = None) -> bool:
         """Whether the layer (or its "output", "grad_input" or "grad_weight") runs in int8 now. A chosen path is strict."""
         if not self.enabled or (self.faster_in_float is not None and not native.is_chosen()):

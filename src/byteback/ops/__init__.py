@@ -3,8 +3,9 @@
 
 Read `limits.py` (the contract's numbers), `scale_rule.py` (what may be multiplied with what), `reference.py` and
 `statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema.py` (how PyTorch sees them);
-`normalize.py`, `batch.py`, `finished.py` and `pairs.py` for the passes of the fused block around a convolution, which are plain
-functions, and `coefficients.py`, `magnitude.py`, `ledger.py`, `fingerprint.py` for the small arithmetic between them.
+`normalize.py`, `normalize_grad.py`, `batch.py`, `finished.py` and `pairs.py` for the passes of the fused block around a
+convolution, which are plain functions, and `coefficients.py`, `magnitude.py`, `ledger.py`, `fingerprint.py` for the small
+arithmetic between them.
 
 Tensors of integers come as a pair (values: int8, scale: float32); the granularity is the shape of `scale`.
 """
@@ -18,32 +19,40 @@ from torch import Tensor
 
 from byteback.ops import schema
 from byteback.ops.batch import BatchNorm, normalize_batch, normalize_grad_batch
-from byteback.ops.coefficients import Coefficients, norm_coefficients, norm_folded, norm_gradient
+from byteback.ops.coefficients import Coefficients, gradient_sums, norm_coefficients, norm_folded, norm_gradient
 from byteback.ops.finished import conv_normalize
 from byteback.ops.normalize import (
     ACTIVATIONS,
+    SMOOTH,
     Into,
     Normalized,
     Residual,
     channel_stats,
     normalize,
-    normalize_grad,
-    normalize_grad_moments,
-    normalize_grad_quantize,
-    normalize_grad_sums,
     normalize_peak,
     pack_norm,
 )
-from byteback.ops.pairs import quantize_pair, tail_count_pair
+from byteback.ops.normalize_grad import GradientParts, GradSums, normalize_grad, normalize_grad_quantize, normalize_grad_sums
+from byteback.ops.pairs import (
+    Quantized,
+    normalize_grad_quantize_pair,
+    normalize_grad_tails,
+    quantize_pair,
+    tail_count_pair,
+)
 from byteback.ops.statistics import sum_channels
 
 __all__ = [
     "ACTIVATIONS",
     "BatchNorm",
     "Coefficients",
+    "GradSums",
+    "GradientParts",
     "Into",
     "Normalized",
+    "Quantized",
     "Residual",
+    "SMOOTH",
     "absmax",
     "channel_stats",
     "conv_int8",
@@ -53,6 +62,7 @@ __all__ = [
     "cosine_slope_terms",
     "cosine_terms",
     "dot_terms",
+    "gradient_sums",
     "matmul_int8",
     "moments",
     "noise_key",
@@ -63,9 +73,10 @@ __all__ = [
     "normalize_batch",
     "normalize_grad",
     "normalize_grad_batch",
-    "normalize_grad_moments",
     "normalize_grad_quantize",
+    "normalize_grad_quantize_pair",
     "normalize_grad_sums",
+    "normalize_grad_tails",
     "normalize_peak",
     "pack_norm",
     "quantize",

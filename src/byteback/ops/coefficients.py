@@ -5,6 +5,7 @@
                 a = gamma·invstd,  b = beta - mean·a
     backward    with g the gradient of a·x + b:  grad_beta = Σg,  grad_gamma = (Σg·x - mean·Σg)·invstd,
                 grad_x = a·(g - grad_beta/M - (x - mean)·invstd·grad_gamma/M) = a·g + q·x + r
+    its spread  Σgrad_x and Σgrad_x² follow from Σg, Σg·x, Σg² and the statistics of x: no reading of grad_x is needed
 
 All of it in float64; a, b, q, r are rounded to float32 once, b after a and r after q. One native version serves every
 native path; as PyTorch calls it would take longer than the pass over a small layer. Vectors are (C,), dense.
@@ -147,3 +148,38 @@ def norm_gradient(
     given = (a, mean, invstd, total, dot)
     _library.norm_gradient([channels, count, *(t.data_ptr() for t in given)], [t.data_ptr() for t in made])
     return made  # type: ignore[return-value]
+
+
+def gradient_sums(
+    a: Tensor,
+    q: Tensor,
+    r: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+    total: Tensor,
+    dot: Tensor,
+    squares: Tensor,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """Σdx and Σdx² of dx = a·g + q·x + r, from total = Σg, dot = Σg·x and squares = Σg² over `count` pixels.
+
+    With shift = q·mean + r it is dx = a·g + q·(x - mean) + shift, where x - mean has the sum 0 and the sum of squares
+    count·var. That leaves out how dx is rounded to float32, and that x may be kept as something smaller.
+
+    >>> g, x, one = torch.tensor([[1.0], [5.0]]), torch.tensor([[0.0], [2.0]]), torch.ones(1)
+    >>> sums = (torch.tensor([6.0]).double(), torch.tensor([10.0]).double(), torch.tensor([26.0]).double())
+    >>> [s.item() for s in gradient_sums(one, -one, one, one.double(), one.double(), 0.0, *sums, 2)]
+    [6.0, 20.0]
+    """
+    if native.number() is None or not a.is_cpu:
+        a, q, r = a.double(), q.double(), r.double()
+        var = (1.0 / (invstd * invstd) - eps).clamp_min(0.0)
+        shift, centred = q * mean + r, dot - mean * total
+        own = (a * a * squares + count * (q * q * var)) + count * (shift * shift)
+        crossed = a * q * centred + a * shift * total
+        return a * total + count * shift, own + 2.0 * crossed
+    made = torch.empty_like(total), torch.empty_like(total)
+    given = (a, mean, invstd, total, dot, squares, q, r)
+    _library.gradient_sums([a.shape[0], count, *(t.data_ptr() for t in given)], eps, *(t.data_ptr() for t in made))
+    return made

@@ -16,8 +16,16 @@ import torch
 from torch import Tensor
 
 from byteback.ops import layout, native, native_kernels, pool, schema
-from byteback.ops.normalize import Into, Normalized, Residual, _tensors, normalize
-from byteback.ops.normalize_checks import check_activation, check_into, check_one, check_residual, check_vector, path_for
+from byteback.ops.normalize import Into, Normalized, Residual, normalize
+from byteback.ops.normalize_checks import (
+    check_activation,
+    check_into,
+    check_one,
+    check_residual,
+    check_vector,
+    path_for,
+    tensors_of,
+)
 from byteback.ops.normalize_native import residual_numbers
 
 _library: Any = native.library
@@ -59,7 +67,7 @@ def conv_normalize(
     16.0
     """
     op = "conv_normalize"
-    path = path_for(x, x_scale, w, w_scale, a, b, *_tensors(residual), clip)
+    path = path_for(x, x_scale, w, w_scale, a, b, *tensors_of(residual), clip)
     if path is not None and w.numel():
         product = schema.output_plan(x, x_scale, w, w_scale, *geometry)
         like = torch.empty_strided(product.size, (0,) * len(product.size))

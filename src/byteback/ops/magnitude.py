@@ -5,8 +5,10 @@
     Gaussian where the share of |g| > σ exceeds a threshold
     clip = max|g| where Gaussian (or at the first time), else before · keep + max|g| · add       in float32
 
-`magnitude_clips` answers for the whole tensor and for each channel at once; the native version takes one reading of the
-tensor for both tails, and its own arithmetic for the rest. `recipes/distribution_adaptive.py` says why.
+`magnitude_clips` answers for the whole tensor and for each channel at once, `gradient_clips` for the fused block's gradient,
+whose sums are known without reading it. `float_pair` and `gradient_pair` also make the int8 copies under these clips; the
+last is one native call with two readings, for both tails (and max|g|) and for both copies. `recipes/distribution_adaptive.py`
+says why.
 """
 
 from __future__ import annotations
@@ -16,11 +18,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.ops import layout, native, statistics
-from byteback.ops.normalize_checks import path_for
-from byteback.ops.pairs import tail_count_pair
+from byteback.ops import layout, native, pool, statistics
+from byteback.ops.normalize_checks import check_parts, path_for
+from byteback.ops.normalize_native import backward_numbers
+from byteback.ops.normalize_reference import GradientParts
+from byteback.ops.pairs import (
+    Quantized,
+    normalize_grad_quantize_pair,
+    normalize_grad_tails,
+    quantize_pair,
+    tail_count_pair,
+)
+from byteback.ops.schema import moments
 
 _library: Any = native.library
+_float32, _empty = torch.float32, torch.empty
 
 
 class Average(NamedTuple):
@@ -29,6 +41,17 @@ class Average(NamedTuple):
     threshold: float
     keep: float
     add: float
+
+
+class Paired(NamedTuple):
+    """int8 copies under clips: (values, scale) by one clip (None if not wanted) and by a clip per channel; how many values
+    each cut off, and how many are NaN or Inf."""
+
+    clips: Clips
+    one: tuple[Tensor, Tensor] | None
+    each: tuple[Tensor, Tensor]
+    saturated: tuple[int, int]
+    nonfinite: int
 
 
 class Clips(NamedTuple):
@@ -59,21 +82,21 @@ def average(rule: Average, peak: Tensor, tail: Tensor, count: int, before: Tenso
     return clip, float(gaussian.double().mean()) if gaussian.numel() else 0.0
 
 
+Before = Tensor | None
+"""The clips of the last time; None at the first."""
+
+
 def magnitude_clips(
-    rule: Average,
-    x: Tensor,
-    moments: tuple[Tensor, Tensor, Tensor],
-    before_one: Tensor | None,
-    before_each: Tensor | None,
+    rule: Average, x: Tensor, moments: tuple[Tensor, Tensor, Tensor], before_one: Before, before_each: Before
 ) -> Clips:
-    """Clips of x from ops.moments(x) and those of the last time (None at the first)."""
+    """Clips of x from ops.moments(x) and those of the last time."""
     peak, total, squares = moments
     path = path_for(x, peak, before_one, before_each)
-    dense = all(t is None or t.is_contiguous() for t in (*moments, before_one, before_each))
-    if path is None or not dense or not layout.is_last_dense(x.shape, x.stride()):
-        return _clips(rule, x, moments, before_one, before_each)
+    if path is None or not _dense(*moments, before_one, before_each) or not layout.is_last_dense(x.shape, x.stride()):
+        each, one = _sigmas(total, squares, x)
+        return _averages(rule, x, peak, *tail_count_pair(x, each, one), before_one, before_each)
     channels = x.shape[1]
-    one, each = torch.empty((1,) * x.dim(), dtype=torch.float32), torch.empty_like(peak)
+    made = torch.empty((1,) * x.dim(), dtype=torch.float32), torch.empty_like(peak)
     shares = _library.magnitude_clips(
         path,
         x.numel() // channels,
@@ -82,24 +105,87 @@ def magnitude_clips(
         [tensor.data_ptr() for tensor in moments],
         [0 if tensor is None else tensor.data_ptr() for tensor in (before_one, before_each)],
         rule,
-        [one.data_ptr(), each.data_ptr()],
+        [tensor.data_ptr() for tensor in made],
         torch.get_num_threads(),
     )
-    return Clips(one, each, *shares)
+    return Clips(*made, *shares)
 
 
-def _clips(
-    rule: Average,
-    x: Tensor,
-    moments: tuple[Tensor, Tensor, Tensor],
-    before_one: Tensor | None,
-    before_each: Tensor | None,
+def gradient_clips(
+    rule: Average, parts: GradientParts, sums: tuple[Tensor, Tensor], before_one: Before, before_each: Before
 ) -> Clips:
-    peak, total, squares = moments
-    count = x.numel() // max(x.shape[1], 1)
-    each = sigma(total, squares, count)
-    one = sigma(statistics.sum_channels(total), statistics.sum_channels(squares), x.numel())
-    tail, tail_one = tail_count_pair(x, each.reshape(-1), one)
-    clip, gaussian = average(rule, statistics.absmax(peak, -1), tail_one.sum(dim=1, keepdim=True), x.numel(), before_one)
-    clips, gaussian_each = average(rule, peak, tail, count, before_each)
-    return Clips(clip, clips, gaussian, gaussian_each)
+    """Clips of the dx of normalize_grad, which is not written, from Σdx and Σdx² of each channel, (C,)."""
+    g = parts.g
+    shape = (1, -1, *(1,) * (g.dim() - 2))
+    each, one = _sigmas(sums[0].reshape(shape), sums[1].reshape(shape), g)
+    return _averages(rule, g, *normalize_grad_tails(parts, each, one), before_one, before_each)
+
+
+def float_pair(
+    rule: Average, x: Tensor, before_one: Before, before_each: Before, key: Tensor | None, *, want_one: bool
+) -> Paired:
+    """Copies of a float tensor under its magnitude-aware clips; `want_one`: also the one under a single clip."""
+    clips = magnitude_clips(rule, x, moments(x), before_one, before_each)
+    return _paired(clips, quantize_pair(x, clips.one, clips.each, key), want_one)
+
+
+def gradient_pair(
+    rule: Average,
+    parts: GradientParts,
+    sums: tuple[Tensor, Tensor],
+    before_one: Before,
+    before_each: Before,
+    key: Tensor | None,
+    *,
+    want_one: bool,
+) -> Paired:
+    """`float_pair` of the dx of normalize_grad, which is not written, from Σdx and Σdx² of each channel, (C,)."""
+    parts, path = check_parts("gradient_pair", parts)
+    g = parts.g
+    if path is None or not _dense(*sums, before_one, before_each, key):
+        clips = gradient_clips(rule, parts, sums, before_one, before_each)
+        return _paired(clips, normalize_grad_quantize_pair(parts, clips.one, clips.each, key), want_one)
+    shapes = (1,) * g.dim(), (1, g.shape[1], *(1,) * (g.dim() - 2))
+    chosen = _empty(shapes[0], dtype=_float32), _empty(shapes[1], dtype=_float32)
+    each = pool.empty_like(g, torch.int8), _empty(shapes[1], dtype=_float32)
+    one = (pool.empty_like(g, torch.int8), _empty(shapes[0], dtype=_float32)) if want_one else None
+    gaussian, gaussian_each, saturated, saturated_each, nonfinite = _library.gradient_pair(
+        path,
+        backward_numbers(*parts),
+        (sums[0].data_ptr(), sums[1].data_ptr()),
+        (0 if before_one is None else before_one.data_ptr(), 0 if before_each is None else before_each.data_ptr()),
+        rule,
+        0 if key is None else key.data_ptr(),
+        (chosen[0].data_ptr(), chosen[1].data_ptr()),
+        (0 if one is None else one[0].data_ptr(), each[0].data_ptr()),
+        (0 if one is None else one[1].data_ptr(), each[1].data_ptr()),
+        torch.get_num_threads(),
+    )
+    clips = Clips(*chosen, gaussian, gaussian_each)
+    return Paired(clips, one, each, (saturated, saturated_each), nonfinite)
+
+
+def _paired(clips: Clips, made: tuple[Quantized, Quantized], want_one: bool) -> Paired:
+    (values, scale, counts, _), (values_each, scale_each, counts_each, _) = made
+    saturated = counts.tolist()[0] if want_one else 0
+    one = (values, scale) if want_one else None
+    return Paired(clips, one, (values_each, scale_each), (saturated, counts_each.tolist()[0]), counts_each.tolist()[1])
+
+
+def _dense(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or (tensor.is_cpu and tensor.is_contiguous()) for tensor in tensors)
+
+
+def _sigmas(total: Tensor, squares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """σ of each channel, (C,), and of all of x, from sums (1, C, 1, ...)."""
+    each = sigma(total, squares, x.numel() // max(x.shape[1], 1))
+    return each.reshape(-1), sigma(statistics.sum_channels(total), statistics.sum_channels(squares), x.numel())
+
+
+def _averages(
+    rule: Average, x: Tensor, peak: Tensor, tail: Tensor, tail_one: Tensor, before_one: Before, before_each: Before
+) -> Clips:
+    all_of_them, count = tail_one.sum(dim=1, keepdim=True), x.numel() // max(x.shape[1], 1)
+    one, gaussian = average(rule, statistics.absmax(peak, -1), all_of_them, x.numel(), before_one)
+    each, gaussian_each = average(rule, peak, tail, count, before_each)
+    return Clips(one, each, gaussian, gaussian_each)

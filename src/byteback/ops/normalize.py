@@ -2,11 +2,11 @@
 """The elementwise passes of the fused training block: convolution → BatchNorm → (residual add) → activation → int8.
 
 BatchNorm with the statistics of its batch is one multiplication and one addition per channel, so that forward is one or two
-passes over the convolution's output and backward two passes over (g, x). Plain functions for tensors without gradients,
+passes over the convolution's output; `normalize_grad.py` has the passes back. Plain functions for tensors without gradients,
 outside torch.compile; `normalize_reference.py` is their definition, `csrc/norm.h` the fast path, and both give the same bits.
 
-Legend: x, g, residual are float32 (N, C, ...), a residual may also be (values int8, scale), which stands for values · scale;
-a, b, p, q, r are float32 vectors (C,). Each operation rounds to float32 once, in the order written. z = a·x + b (+ residual).
+Legend: x, residual are float32 (N, C, ...), a residual may also be (values int8, scale), which stands for values · scale;
+a, b are float32 vectors (C,). Each operation rounds to float32 once, in the order written. z = a·x + b (+ residual).
 Results lie channels last. NaN inputs give NaN.
 
     activation   value                           derivative
@@ -28,20 +28,18 @@ from torch import Tensor
 
 from byteback.ops import normalize_native as kernels
 from byteback.ops import normalize_reference as plain
-from byteback.ops import pool, reference, statistics
+from byteback.ops import pool
 from byteback.ops.normalize_checks import (
     ACTIVATIONS,
     SMOOTH,
     check_activation,
-    check_gate,
     check_into,
-    check_kept,
-    check_key,
     check_one,
     check_residual,
     check_tensor,
     check_vector,
     path_for,
+    tensors_of,
 )
 from byteback.ops.normalize_reference import Into, Kept, Residual
 
@@ -51,14 +49,11 @@ __all__ = [
     "Kept",
     "Normalized",
     "Residual",
+    "SMOOTH",
     "channel_stats",
     "normalize_peak",
     "normalize",
     "pack_norm",
-    "normalize_grad_sums",
-    "normalize_grad",
-    "normalize_grad_quantize",
-    "normalize_grad_moments",
 ]
 
 
@@ -71,9 +66,6 @@ class Normalized(NamedTuple):
     mask: Tensor | None
     counts: Tensor | None
     kept: Kept | None = None
-
-
-# ---- forward ---------------------------------------------------------------------------------------------------------
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -101,7 +93,7 @@ def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activati
     channels = x.shape[1]
     a, b, index = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels), check_activation(op, activation)
     residual = check_residual(op, residual, x)
-    path = path_for(x, a, b, *_tensors(residual))
+    path = path_for(x, a, b, *tensors_of(residual))
     if path is not None:
         return kernels.normalize_peak(path, x, a, b, residual, index)
     with torch.no_grad():
@@ -144,7 +136,7 @@ def normalize(
     clip = None if clip is None else check_one(op, "clip", clip)
     want_mask = want_mask and activation not in SMOOTH
     kept = None if keep is None else _room(op, x, low, high, mean, keep)
-    path = path_for(x, a, b, *_tensors(residual), clip, *_tensors(kept))
+    path = path_for(x, a, b, *tensors_of(residual), clip, *tensors_of(kept))
     if path is not None:
         return Normalized(*kernels.normalize(path, x, a, b, residual, index, clip, want_float, want_mask, kept, into))
     with torch.no_grad():
@@ -186,146 +178,10 @@ def pack_norm(x: Tensor, low: Tensor | None, high: Tensor | None, mean: Tensor |
     op = "pack_norm"
     x = check_tensor(op, "x", x)
     kept = _room(op, x, low, high, mean, kind)
-    path = path_for(x, *_tensors(kept))
+    path = path_for(x, *tensors_of(kept))
     if path is not None:
         kernels.pack_norm(path, x, kept)
     else:
         with torch.no_grad():
             plain.pack_norm(x, kept)
     return kept
-
-
-# ---- backward --------------------------------------------------------------------------------------------------------
-
-
-def _tensors(x: Kept | Residual) -> tuple[Tensor, ...]:
-    return (x,) if isinstance(x, Tensor) else x or ()
-
-
-def normalize_grad_sums(
-    g: Tensor,
-    x: Kept,
-    a: Tensor | None,
-    b: Tensor | None,
-    mask: Tensor | None,
-    activation: str,
-    *,
-    want_masked: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Per channel Σgm and Σ gm·x (float64, defined bits), and gm itself if wanted: the gradient of the residual branch.
-
-    gm = g · activation'(z). For none, relu and relu6 it is g or 0 by the mask if there is one, else by z; hardswish and silu
-    always take z = a·x + b. `none` without a mask needs neither a nor b.
-
-    >>> g, x = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [-1.0]])
-    >>> total, dot, gm = normalize_grad_sums(g, x, torch.ones(1), torch.zeros(1), None, "relu", want_masked=True)
-    >>> total.item(), dot.item(), gm.tolist()
-    (1.0, 3.0, [[1.0], [0.0]])
-    """
-    op = "normalize_grad_sums"
-    g = check_tensor(op, "g", g)
-    x = check_kept(op, x, g)
-    a, b, mask = check_gate(op, g, a, b, mask, activation)
-    path = path_for(g, *_tensors(x), a, b, mask)
-    if path is not None:
-        return kernels.normalize_grad_sums(path, g, kernels.backward_numbers(g, x, a, b, mask, activation), want_masked)
-    with torch.no_grad():
-        total, dot, masked = plain.normalize_grad_sums(g, x, a, b, mask, activation)
-    return total, dot, masked if want_masked else None
-
-
-def normalize_grad(
-    g: Tensor,
-    x: Kept,
-    a: Tensor | None,
-    b: Tensor | None,
-    mask: Tensor | None,
-    activation: str,
-    p: Tensor,
-    q: Tensor,
-    r: Tensor,
-) -> Tensor:
-    """dx = (p·gm + q·x) + r, with gm as in normalize_grad_sums.
-
-    >>> g, x, one = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]), torch.ones(2)
-    >>> normalize_grad(g, x, None, None, None, "none", 2 * one, one, 10 * one).tolist()
-    [[15.0, 13.0]]
-    """
-    op = "normalize_grad"
-    g = check_tensor(op, "g", g)
-    x = check_kept(op, x, g)
-    a, b, mask = check_gate(op, g, a, b, mask, activation)
-    channels = g.shape[1]
-    p, q, r = check_vector(op, "p", p, channels), check_vector(op, "q", q, channels), check_vector(op, "r", r, channels)
-    path = path_for(g, *_tensors(x), a, b, mask, p, q, r)
-    if path is not None:
-        return kernels.normalize_grad(path, g, kernels.backward_numbers(g, x, a, b, mask, activation, p, q, r))
-    with torch.no_grad():
-        return plain.normalize_grad(g, x, a, b, mask, activation, p, q, r)
-
-
-def normalize_grad_quantize(
-    g: Tensor,
-    x: Kept,
-    a: Tensor | None,
-    b: Tensor | None,
-    mask: Tensor | None,
-    activation: str,
-    p: Tensor,
-    q: Tensor,
-    r: Tensor,
-    clip: Tensor,
-    key: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ops.quantize(dx, clip, key) with the dx of normalize_grad, which is never written: values, scale, counts, max|dx|.
-
-    >>> g, x, one = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]), torch.ones(2)
-    >>> values, *_ = normalize_grad_quantize(g, x, None, None, None, "none", one, one, one, torch.tensor(10.0), None)
-    >>> values.tolist()
-    [[64, 25]]
-    """
-    op = "normalize_grad_quantize"
-    g = check_tensor(op, "g", g)
-    x = check_kept(op, x, g)
-    a, b, mask = check_gate(op, g, a, b, mask, activation)
-    channels = g.shape[1]
-    p, q, r = check_vector(op, "p", p, channels), check_vector(op, "q", q, channels), check_vector(op, "r", r, channels)
-    clip, key = check_one(op, "clip", clip), check_key(op, key)
-    path = path_for(g, *_tensors(x), a, b, mask, p, q, r, clip, key)
-    if path is not None:
-        numbers = kernels.backward_numbers(g, x, a, b, mask, activation, p, q, r)
-        return kernels.normalize_grad_quantize(path, g, numbers, clip, key)
-    with torch.no_grad():
-        dx = plain.normalize_grad(g, x, a, b, mask, activation, p, q, r)
-        return reference.quantize(dx, clip.reshape((1,) * dx.dim()), key)
-
-
-def normalize_grad_moments(
-    g: Tensor,
-    x: Kept,
-    a: Tensor | None,
-    b: Tensor | None,
-    mask: Tensor | None,
-    activation: str,
-    p: Tensor,
-    q: Tensor,
-    r: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The dx of normalize_grad together with ops.moments(dx): dx, peak, Σdx, Σdx²; in one pass.
-
-    >>> g, x, one = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]), torch.ones(2)
-    >>> [t.tolist() for t in normalize_grad_moments(g, x, None, None, None, "none", one, one, one)]
-    [[[5.0, 2.0]], [[5.0, 2.0]], [[5.0, 2.0]], [[25.0, 4.0]]]
-    """
-    op = "normalize_grad_moments"
-    g = check_tensor(op, "g", g)
-    x = check_kept(op, x, g)
-    a, b, mask = check_gate(op, g, a, b, mask, activation)
-    channels = g.shape[1]
-    p, q, r = check_vector(op, "p", p, channels), check_vector(op, "q", q, channels), check_vector(op, "r", r, channels)
-    path = path_for(g, *_tensors(x), a, b, mask, p, q, r)
-    if path is not None:
-        return kernels.normalize_grad_moments(path, g, kernels.backward_numbers(g, x, a, b, mask, activation, p, q, r))
-    with torch.no_grad():
-        dx = plain.normalize_grad(g, x, a, b, mask, activation, p, q, r)
-        return dx, *statistics.moments(dx)

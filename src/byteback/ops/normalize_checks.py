@@ -8,7 +8,7 @@ from torch import Tensor
 
 from byteback.ops import native
 from byteback.ops import normalize_reference as plain
-from byteback.ops.normalize_reference import Into, Kept, Residual
+from byteback.ops.normalize_reference import GradientParts, Into, Kept, Residual
 
 ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu")
 SMOOTH = ("hardswish", "silu")  # their derivative is no mask
@@ -158,3 +158,19 @@ def check_gate(
             )
         mask = mask.contiguous()
     return None, None, mask
+
+
+def check_parts(op: str, parts: GradientParts) -> tuple[GradientParts, int | None]:
+    """A gradient that is not written out, checked, and the native path for it."""
+    g, x, a, b, mask, activation, p, q, r = parts
+    g = check_tensor(op, "g", g)
+    x = check_kept(op, x, g)
+    a, b, mask = check_gate(op, g, a, b, mask, activation)
+    channels = g.shape[1]
+    p, q, r = check_vector(op, "p", p, channels), check_vector(op, "q", q, channels), check_vector(op, "r", r, channels)
+    return GradientParts(g, x, a, b, mask, activation, p, q, r), path_for(g, *tensors_of(x), a, b, mask, p, q, r)
+
+
+def tensors_of(x: Kept | Residual) -> tuple[Tensor, ...]:
+    """The tensors that stand for a kept input or a residual."""
+    return (x,) if isinstance(x, Tensor) else x or ()

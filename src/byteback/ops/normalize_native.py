@@ -163,18 +163,22 @@ def backward_numbers(
     ]
 
 
-def normalize_grad_sums(path: int, g: Tensor, numbers: list[int], want_masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def normalize_grad_sums(
+    path: int, g: Tensor, numbers: list[int], want_masked: bool, want_squares: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     total, dot = _float64(g.shape[1]), _float64(g.shape[1])
+    squares = _float64(g.shape[1]) if want_squares else None
     masked = pool.empty_like(g) if want_masked else None
     _library.normalize_grad_sums(
         path,
         numbers,
         total.data_ptr(),
         dot.data_ptr(),
+        0 if squares is None else squares.data_ptr(),
         0 if masked is None else masked.data_ptr(),
         torch.get_num_threads(),
     )
-    return total, dot, masked
+    return total, dot, squares, masked
 
 
 def normalize_grad(path: int, g: Tensor, numbers: list[int]) -> Tensor:
@@ -200,13 +204,3 @@ def normalize_grad_quantize(
         torch.get_num_threads(),
     )
     return values, scale, counts, peak
-
-
-def normalize_grad_moments(path: int, g: Tensor, numbers: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape = (1, g.shape[1], *(1,) * (g.dim() - 2))
-    dx, peak = pool.empty_like(g), torch.empty(shape, dtype=torch.float32)
-    total, squares = torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.float64)
-    _library.normalize_grad_moments(
-        path, numbers, dx.data_ptr(), peak.data_ptr(), total.data_ptr(), squares.data_ptr(), torch.get_num_threads()
-    )
-    return dx, peak, total, squares

@@ -29,6 +29,23 @@ Residual = Tensor | tuple[Tensor, Tensor] | None
 """What is added before the activation: float32, or (values int8, scale) for values · scale."""
 
 
+class GradientParts(NamedTuple):
+    """dx = (p·gm + q·x) + r, not written out: gm is g through the activation's derivative, x as it was kept.
+
+    a, b and mask say how the activation went (`normalize_grad_sums`); vectors are (C,).
+    """
+
+    g: Tensor
+    x: Kept
+    a: Tensor | None
+    b: Tensor | None
+    mask: Tensor | None
+    activation: str
+    p: Tensor
+    q: Tensor
+    r: Tensor
+
+
 class Into(NamedTuple):
     """Where a pass writes instead of into tensors of its own: channels [start, start + C) of tensors (N, width, ...) that lie
     dense, channels last."""
@@ -201,25 +218,17 @@ def masked_gradient(g: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, ma
 
 def normalize_grad_sums(
     g: Tensor, x: Kept, a: Tensor | None, b: Tensor | None, mask: Tensor | None, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Σgm, Σ gm·x, Σgm², gm"""
     wide = kept_value(x)
     masked = masked_gradient(g, wide, a, b, mask, activation)
     rows = statistics.rows_of(masked).double()
     dot = statistics.ordered_sum(rows * statistics.rows_of(wide).double())
-    return statistics.ordered_sum(rows), dot, channels_last(masked)
+    return statistics.ordered_sum(rows), dot, statistics.ordered_sum(rows * rows), channels_last(masked)
 
 
-def normalize_grad(
-    g: Tensor,
-    x: Kept,
-    a: Tensor | None,
-    b: Tensor | None,
-    mask: Tensor | None,
-    activation: str,
-    p: Tensor,
-    q: Tensor,
-    r: Tensor,
-) -> Tensor:
+def normalize_grad(parts: GradientParts) -> Tensor:
+    g, x, a, b, mask, activation, p, q, r = parts
     wide = kept_value(x)
     gm = masked_gradient(g, wide, a, b, mask, activation)
     return channels_last((column(p, g) * gm + column(q, g) * wide) + column(r, g))

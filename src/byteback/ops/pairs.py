@@ -3,10 +3,13 @@
 
 A gradient is quantized twice where grad_input takes one scale for the tensor and grad_weight one for each channel. Plain
 functions for tensors without gradients, outside torch.compile; each half equals the operator of the same kind bit by bit.
+The gradient is a float tensor, or the fused block's dx (`GradientParts`), which is computed anew for each reading: three
+numbers per channel take less time than writing it and reading it again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from torch import Tensor
 from byteback.ops import native, pool, reference, statistics
 from byteback.ops import normalize_checks as doors
 from byteback.ops import normalize_reference as plain
+from byteback.ops.normalize_native import backward_numbers
+from byteback.ops.normalize_reference import GradientParts
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 """values, scale, counts, peak"""
@@ -54,6 +59,46 @@ def tail_count_pair(x: Tensor, each: Tensor, threshold: Tensor) -> tuple[Tensor,
     return over_each, over_all
 
 
+def normalize_grad_tails(parts: GradientParts, each: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """max|dx| of each channel and tail_count_pair(dx, each, threshold), with the dx of normalize_grad, which is not written.
+
+    >>> g, one, nothing = torch.tensor([[1.0, -3.0], [2.0, 0.5]]), torch.ones(2), torch.zeros(2)
+    >>> parts = GradientParts(g, g, None, None, None, "none", one, nothing, nothing)
+    >>> [t.tolist() for t in normalize_grad_tails(parts, torch.tensor([0.5, 4.0]), torch.tensor(0.75))]
+    [[[2.0, 3.0]], [[2, 0]], [[2, 1]]]
+    """
+    op = "normalize_grad_tails"
+    parts, path = doors.check_parts(op, parts)
+    g = parts.g
+    channels = g.shape[1]
+    each, threshold = doors.check_vector(op, "each", each, channels), doors.check_one(op, "threshold", threshold)
+    if path is None:
+        with torch.no_grad():
+            dx = plain.normalize_grad(parts)
+            return statistics.absmax(dx, 1), *tail_count_pair(dx, each, threshold)
+    shape = (1, channels, *(1,) * (g.dim() - 2))
+    peak = torch.empty(shape, dtype=torch.float32)
+    over_each, over_all = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+    _library.normalize_grad_tails(
+        path,
+        backward_numbers(*parts),
+        *(tensor.data_ptr() for tensor in (each, threshold, peak, over_each, over_all)),
+        torch.get_num_threads(),
+    )
+    return peak, over_each, over_all
+
+
+def _check_clips(op: str, x: Tensor, clip: Tensor, each: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    clip, key = doors.check_one(op, "clip", clip), doors.check_key(op, key)
+    shape = (1, x.shape[1], *(1,) * (x.dim() - 2))
+    if each.shape != shape or each.dtype is not torch.float32:
+        raise ValueError(
+            f"{op}: clip_per_channel has shape {tuple(each.shape)} and dtype {each.dtype}, but for a tensor of shape "
+            f"{tuple(x.shape)} it is float32 {shape}. Reshape it."
+        )
+    return clip, each.contiguous(), key
+
+
 def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[Quantized, Quantized]:
     """ops.quantize(x, clip, key) and ops.quantize(x, clip_per_channel, key): the same noise, one reading of x.
 
@@ -64,31 +109,52 @@ def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor
     """
     op = "quantize_pair"
     x = doors.check_tensor(op, "x", x)
+    clip, each, key = _check_clips(op, x, clip, clip_per_channel, key)
+    path = doors.path_for(x, clip, each, key)
+    if path is None:
+        return _pair(x, clip, each, key)
     channels = x.shape[1]
-    clip, key = doors.check_one(op, "clip", clip), doors.check_key(op, key)
-    shape = (1, channels, *(1,) * (x.dim() - 2))
-    if clip_per_channel.shape != shape or clip_per_channel.dtype is not torch.float32:
-        raise ValueError(
-            f"{op}: clip_per_channel has shape {tuple(clip_per_channel.shape)} and dtype {clip_per_channel.dtype}, but for "
-            f"x of shape {tuple(x.shape)} it is float32 {shape}. Reshape it."
-        )
-    path = doors.path_for(x, clip, clip_per_channel, key)
+    return _native_pair(
+        x, clip, each, key, lambda *rest: _library.quantize_pair(path, x.numel() // channels, channels, x.data_ptr(), *rest)
+    )
+
+
+def normalize_grad_quantize_pair(
+    parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
+) -> tuple[Quantized, Quantized]:
+    """quantize_pair(dx, ...) with the dx of normalize_grad, which is not written.
+
+    >>> g, one, nothing = torch.tensor([[1.0, -3.0]]), torch.ones(2), torch.zeros(2)
+    >>> parts = GradientParts(g, g, None, None, None, "none", one, nothing, nothing)
+    >>> both = normalize_grad_quantize_pair(parts, torch.tensor(3.0), torch.tensor([[1.0, 6.0]]), None)
+    >>> [values.tolist() for values, *_ in both]
+    [[[42, -127]], [[127, -64]]]
+    """
+    op = "normalize_grad_quantize_pair"
+    parts, path = doors.check_parts(op, parts)
+    clip, each, key = _check_clips(op, parts.g, clip, clip_per_channel, key)
     if path is None:
         with torch.no_grad():
-            one = clip.reshape((1,) * x.dim())
-            return reference.quantize(x, one, key), reference.quantize(x, clip_per_channel, key)
-    clip_per_channel = clip_per_channel.contiguous()
-    values = pool.empty_like(x, torch.int8), pool.empty_like(x, torch.int8)
-    scale = torch.empty((1,) * x.dim(), dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
+            return _pair(plain.normalize_grad(parts), clip, each, key)
+    numbers = backward_numbers(*parts)
+    return _native_pair(parts.g, clip, each, key, lambda *rest: _library.normalize_grad_quantize_pair(path, numbers, *rest))
+
+
+def _pair(x: Tensor, clip: Tensor, each: Tensor, key: Tensor | None) -> tuple[Quantized, Quantized]:
+    with torch.no_grad():
+        return reference.quantize(x, clip.reshape((1,) * x.dim()), key), reference.quantize(x, each, key)
+
+
+def _native_pair(
+    like: Tensor, clip: Tensor, each: Tensor, key: Tensor | None, run: Callable[..., None]
+) -> tuple[Quantized, Quantized]:
+    values = pool.empty_like(like, torch.int8), pool.empty_like(like, torch.int8)
+    scale = torch.empty((1,) * like.dim(), dtype=torch.float32), torch.empty(each.shape, dtype=torch.float32)
     counts = torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
     peak = torch.empty((), dtype=torch.float32), torch.empty((), dtype=torch.float32)
-    _library.quantize_pair(
-        path,
-        x.numel() // channels,
-        channels,
-        x.data_ptr(),
+    run(
         clip.data_ptr(),
-        clip_per_channel.data_ptr(),
+        each.data_ptr(),
         0 if key is None else key.data_ptr(),
         *([tensor.data_ptr() for tensor in tensors] for tensors in (values, scale, counts, peak)),
         torch.get_num_threads(),

@@ -9,6 +9,8 @@ operators when they are called.
     output        (N,K,OH,OW)    C, R, S        N of input,        K of weight
     grad_input    (N,C,H,W)      K, R, S        N of grad_output,  C of weight
     grad_weight   (K,C,R,S)      N, OH, OW      K of grad_output,  C of input
+
+In a depthwise convolution (groups = C = K) grad_input sums over R and S only, so there K of grad_output is allowed as well.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def advice(product: str, operand: str) -> str:
     return f"Quantize {operand} per tensor, or along {ALLOWED[product][operand][1]}."
 
 
-def check_scale(op: str, product: str, operand: str, values: Tensor, scale: Tensor) -> None:
+def check_scale(op: str, product: str, operand: str, values: Tensor, scale: Tensor, depthwise: bool = False) -> None:
     """Raises ValueError unless `scale` has the rank of `values` and obeys the rule for `product`."""
     if scale.dtype != torch.float32:
         raise TypeError(f"{op}: {operand}.scale has dtype {scale.dtype}, but scales are float32. Call .float() on it.")
@@ -68,7 +70,7 @@ def check_scale(op: str, product: str, operand: str, values: Tensor, scale: Tens
         if have == 1:
             continue
         letters = {index: letter for letter, index in AXES[operand].items()}
-        if dim != axis:
+        if dim != axis and not (depthwise and product == "grad_input" and AXES[operand].get("K") == dim):
             why = violation(product, operand, letters[dim]) if dim in letters else None
             why = why or f"varies along axis {dim}; but {product} sums over it, so it cannot factor out"
             raise ValueError(f"{op}: {operand}.scale has shape {tuple(scale.shape)}, so it {why}. {advice(product, operand)}")
@@ -82,7 +84,8 @@ def check_scale(op: str, product: str, operand: str, values: Tensor, scale: Tens
 def combine_scales(product: str, first: Tensor, second: Tensor, groups: int, channels: int) -> Tensor:
     """The one factor that turns the product's integers into floats, shaped to broadcast over the result.
 
-    `first` belongs to input (output) or grad_output (the gradients), `second` to the other operand; `channels` is K.
+    `first` belongs to input (output) or grad_output (the gradients), `second` to the other operand; `channels` is K. Where
+    `first` varies along K in grad_input, the convolution is depthwise, and K is C.
     """
     rank = first.dim()
     ones = (1,) * (rank - 2)

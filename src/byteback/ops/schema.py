@@ -184,7 +184,8 @@ def _grad_input_checked(
     op = "conv_int8_grad_input"
     _check_int8(op, grad_output=g, weight=w)
     _check_grad_output(op, g, _output_size(op, input_size, w.shape, geometry))
-    check_scale(op, "grad_input", "grad_output", g, g_scale)
+    depthwise = geometry[-1] == g.shape[1] == input_size[1]
+    check_scale(op, "grad_input", "grad_output", g, g_scale, depthwise)
     check_scale(op, "grad_input", "weight", w, w_scale)
     return input_size
 

@@ -7,8 +7,8 @@
 """
 
 from byteback.ops.ledger import CLIP, DEVIATION, GAUSSIAN, SATURATED
-from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory
-from byteback.quantize.fused import Adopted, Moments, Step, adopt, quantize_both, quantize_held
+from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory, PairedGradient
+from byteback.quantize.fused import Adopted, Step, adopt, quantize_both, quantize_held
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.quantizer import (
     CALL_SLOTS,
@@ -33,8 +33,8 @@ __all__ = [
     "SATURATED",
     "MaxAbs",
     "Memory",
-    "Moments",
     "NonFiniteError",
+    "PairedGradient",
     "QTensor",
     "Quantizer",
     "Settings",

@@ -8,11 +8,12 @@ and returns a `Choice`; writing the memory is the quantizer's work. The papers' 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from byteback import ops
+from byteback.ops.magnitude import Average, Paired
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,22 @@ class Choice:
     gaussian_share: float | None = None
 
 
+class PairedGradient(Protocol):
+    """A gradient of which int8 copies are made by one clip and by a clip per channel; it may not exist as floats."""
+
+    def elements(self) -> int:
+        """How many numbers it has."""
+        ...
+
+    def written(self) -> Tensor:
+        """Its floats."""
+        ...
+
+    def pair(self, rule: Average, before: tuple[Tensor | None, Tensor | None], key: Tensor | None, want_one: bool) -> Paired:
+        """Its copies under magnitude-aware clips (ops/magnitude.py); `before` are the clips of the last time."""
+        ...
+
+
 @dataclass(frozen=True)
 class ClipRule:
     """Base of all clip rules.
@@ -49,22 +66,18 @@ class ClipRule:
     varies_along    the granularities that the rule can serve
     looks_back      whether it uses its memory; such a rule can serve gradients only, since a forward pass may be run again
                     by activation checkpointing and must then choose as before
-    chooses_both    whether `choose_both` is there: clips of two copies of a gradient from one set of statistics
     """
 
     varies_along: ClassVar[tuple[str, ...]] = ("tensor", "N", "C", "K")
     looks_back: ClassVar[bool] = False
-    chooses_both: ClassVar[bool] = False
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
         """The clip for x, one for the whole tensor (axis -1) or one for each index of `axis`."""
         raise NotImplementedError(f"{type(self).__name__}.choose: a clip rule must say how it chooses its clip")
 
-    def choose_both(
-        self, x: Tensor, peak: Tensor, total: Tensor, squares: Tensor, one: Memory, each: Memory
-    ) -> tuple[Choice, Choice]:
-        """The clips for the whole tensor and for each channel, given each channel's max|x|, sum and sum of squares."""
-        raise NotImplementedError(f"{type(self).__name__}.choose_both: a rule that says chooses_both must have it")
+    def averages(self) -> Average | None:
+        """The numbers of a magnitude-aware rule, which chooses for two copies of a gradient at once; None for other rules."""
+        return None
 
     def held(self, memory: Memory) -> Tensor | None:
         """The clip of a rule that need not see the tensor this time, one entry per scale; None where it must."""

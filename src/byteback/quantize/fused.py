@@ -3,7 +3,7 @@
 
     adopt           an activation that was quantized when it was written
     quantize_held   a gradient under a clip that is known in advance: quantized while it is computed, never written as floats
-    quantize_both   a gradient whose two copies are chosen and made together, from statistics gathered while it was written
+    quantize_both   a gradient whose two copies are chosen and made together
 
 Each returns None (or is not called) where the tensor itself has to be looked at; then Quantizer.quantize takes the step.
 """
@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from byteback import ops
-from byteback.ops.ledger import Buffers
-from byteback.quantize.clipping import Choice, Memory
+from byteback.quantize.clipping import Choice, Memory, PairedGradient
 from byteback.quantize.qtensor import QTensor
-from byteback.quantize.quantizer import Quantizer, Settings, refuse_step, remember_step, settings_of
+from byteback.quantize.quantizer import Quantizer, refuse_step, remember_step, settings_of
 
 Made = tuple[Tensor, Tensor, Tensor, Tensor]
 """values, scale, (saturated, nonfinite), max|x|: what ops.quantize returns."""
@@ -87,52 +85,36 @@ def _unseen() -> Tensor:
     raise AssertionError("a held clip is measured only where the tensor is written out")
 
 
-class Moments(NamedTuple):
-    """A gradient and what one sweep saw of each channel: max|x|, sum, sum of squares, each (1, C, 1, ...)."""
-
-    x: Tensor
-    peak: Tensor
-    total: Tensor
-    squares: Tensor
-
-
 def quantize_both(
     quantizers: tuple[Quantizer, Quantizer],
-    moments: Callable[[], Moments | None],
+    gradient: PairedGradient,
     handles: tuple[int, int],
     key: Tensor | None,
     step: Step,
-) -> tuple[QTensor, QTensor] | None:
-    """Two copies of a gradient, per tensor and per channel; None where their rules do not choose together."""
-    one, each = (settings_of(handle) for handle in handles)
-    rule = one.rule.clip
-    together = rule == each.rule.clip and (one.rule.per, each.rule.per) == ("tensor", "K")
-    if not together or one.rule.rounding != each.rule.rounding or not rule.chooses_both:
-        return None
-    seen = moments()
-    if seen is None or not seen.x.numel():
+    want_one: bool = True,
+) -> tuple[QTensor | None, QTensor] | None:
+    """Copies of a gradient, per tensor (if wanted) and per channel; None where their rules do not choose together."""
+    settings = tuple(settings_of(handle) for handle in handles)
+    one, each = (s.rule for s in settings)
+    numbers = one.clip.averages()
+    together = one.clip == each.clip and (one.per, each.per) == ("tensor", "K") and one.rounding == each.rounding
+    if numbers is None or not together or not gradient.elements():
         return None
     now, slot = int(step.iteration), step.slot
-    memories = tuple(
-        Memory(q.clip[slot], bool(q.initialized.tolist()[slot]), q.updated_at.tolist()[slot], now) for q in quantizers
-    )
-    choices = rule.choose_both(*seen, *memories)
-    made = ops.quantize_pair(seen.x, choices[0].clip, choices[1].clip, key)
-    results = []
-    for quantizer, settings, choice, (values, scale, counts, _) in zip(quantizers, (one, each), choices, made, strict=True):
-        saturated, bad = counts.tolist()
-        results.append(
-            _settle(quantizer.state(step.nonfinite), settings, choice, QTensor(values, scale), saturated, bad, seen.x, step)
-        )
-    return results[0], results[1]
-
-
-def _settle(
-    buffers: Buffers, settings: Settings, choice: Choice, q: QTensor, saturated: int, bad: int, x: Tensor, step: Step
-) -> QTensor:
-    now = int(step.iteration)
-    if bad:
-        return QTensor(*refuse_step(buffers, settings, step.remember, *q, bad, now))
-    if step.remember:
-        remember_step(buffers, settings, step.slot, now, choice, saturated / x.numel(), q, lambda: x)
-    return q
+    before = tuple(q.clip[slot] if q.initialized.tolist()[slot] else None for q in quantizers)
+    made = gradient.pair(numbers, before, key, want_one)  # type: ignore[arg-type]
+    clips, shares = made.clips[:2], made.clips[2:]
+    results: list[QTensor | None] = []
+    for index, copy in enumerate((made.one, made.each)):
+        if copy is None:
+            results.append(None)
+            continue
+        buffers, q = quantizers[index].state(step.nonfinite), QTensor(*copy)
+        if made.nonfinite:
+            q = QTensor(*refuse_step(buffers, settings[index], step.remember, *q, made.nonfinite, now))
+        elif step.remember:
+            choice = Choice(clips[index], remember=clips[index], gaussian_share=shares[index])
+            share = made.saturated[index] / gradient.elements()
+            remember_step(buffers, settings[index], slot, now, choice, share, q, gradient.written)
+        results.append(q)
+    return results[0], results[1]  # type: ignore[return-value]

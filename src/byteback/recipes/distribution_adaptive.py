@@ -14,6 +14,10 @@
 Where we differ from the paper, and why:
 * The paper does not say how the global copy is clipped; we apply the same rule to the whole tensor.
 * It prints plain rounding for gradients; we round stochastically (switchable), which keeps their mean.
+* Behind a fused BatchNorm σ follows from the sums that its gradient needs anyway (ops.gradient_sums), in exact arithmetic the
+  same number: the gradient is then read once less.
+* In a depthwise convolution no product sums over K, so the copy per channel serves grad_input too: finer steps, and one copy
+  less to make. `Recipe.depthwise_shares = False` is the paper's letter.
 * A channel that was Gaussian at t hands |g|_max on as its s̄_t, so that the average never restarts from a stale value.
 """
 
@@ -40,7 +44,6 @@ class MagnitudeAware(ClipRule):
 
     varies_along: ClassVar[tuple[str, ...]] = ("tensor", "K")
     looks_back: ClassVar[bool] = True
-    chooses_both: ClassVar[bool] = True
 
     threshold: float = 0.3
     k: float = 1.0
@@ -62,25 +65,13 @@ class MagnitudeAware(ClipRule):
             count = x.numel()
         tail = ops.tail_count(x, magnitude.sigma(total, squares, count))
         tail = tail if axis == 1 else tail.sum(dim=1, keepdim=True)
-        clip, gaussian = magnitude.average(self._average(), peak, tail, count, _before(memory))
+        before = memory.clip if memory.initialized else None
+        clip, gaussian = magnitude.average(self.averages(), peak, tail, count, before)
         return Choice(clip, remember=clip, gaussian_share=gaussian)
 
-    def choose_both(
-        self, x: Tensor, peak: Tensor, total: Tensor, squares: Tensor, one: Memory, each: Memory
-    ) -> tuple[Choice, Choice]:
-        """`choose` for the whole tensor and for each channel, with both tails counted in one reading."""
-        made = magnitude.magnitude_clips(self._average(), x, (peak, total, squares), _before(one), _before(each))
-        return (
-            Choice(made.one, remember=made.one, gaussian_share=made.gaussian_one),
-            Choice(made.each, remember=made.each, gaussian_share=made.gaussian_each),
-        )
-
-    def _average(self) -> magnitude.Average:
+    def averages(self) -> magnitude.Average:
+        """Clips of two copies can be chosen together, with both tails counted in one reading."""
         return magnitude.Average(self.threshold, 1.0 - self.k * self.a, self.a)
-
-
-def _before(memory: Memory) -> Tensor | None:
-    return memory.clip if memory.initialized else None
 
 
 def _magnitude_aware(per: str) -> TensorRule:

@@ -40,6 +40,7 @@ class Recipe:
 
     input, weight, grad_output   how each operand becomes int8
     grad_output_for_weight       a second copy of grad_output for grad_weight only; None: one copy serves both products
+    depthwise_shares             where that copy varies along K, it serves grad_input of depthwise convolutions too
     learning_rate                a rule that scales each layer's learning rate; None: every factor is 1
     output, grad_input, grad_weight   whether that product runs in int8; False keeps it float, on unquantized operands
     strict                       int8 also where float is faster; False lets float serve what nn/float_table.py lists
@@ -58,6 +59,7 @@ class Recipe:
     weight: TensorRule = field(default_factory=TensorRule)
     grad_output: TensorRule = field(default_factory=lambda: TensorRule(rounding="stochastic"))
     grad_output_for_weight: TensorRule | None = None
+    depthwise_shares: bool = True
     learning_rate: LearningRateRule | None = None
     output: bool = True
     grad_input: bool = True
