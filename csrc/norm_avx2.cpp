@@ -2,6 +2,8 @@
 // The forward passes of norm.h, eight floats at a time; norm_generic.cpp says the same in plain words.
 #include <immintrin.h>
 
+#include <utility>
+
 #include "avx2.h"
 #include "norm_rows_avx2.h"
 
@@ -60,7 +62,7 @@ struct Keeper {
         if (kind == Stored::bf16)
             keep_bf16(static_cast<u16*>(values) + at, x, lanes);
         else
-            keep_bytes(static_cast<s8*>(values) + at, x, centre + k, inverse + k, lanes);
+            keep_some(static_cast<s8*>(values) + at, {x}, centre + k, inverse + k, lanes);
     }
 };
 
@@ -70,13 +72,13 @@ void fill_inverse(const Outcome& to, s64 channels, s64 together, f32* inverse) {
     for (s64 e = 0; e < channels * together; ++e) inverse[e] = 1.0f / to.step[e % channels];
 }
 
-// What a pass over training data reads and writes besides int8: a float residual, a mask, the floats. Known when compiled, so
-// that the loop asks nothing; `anything` else asks at every vector.
-enum Wants { kResidual = 1, kMask = 2, kOutput = 4, kAnything = 8 };
+// What a pass over training data reads and writes besides int8: a float residual, a mask, the floats, x kept as bytes. Known when
+// compiled, so that the loop asks nothing; `anything` else asks at every vector.
+enum Wants { kResidual = 1, kMask = 2, kOutput = 4, kKept = 8, kAnything = 16 };
 
 int wants_of(const Forward& from, const Outcome& to) {
-    if (!to.values || to.kept || from.residual_values) return kAnything;
-    return (from.residual ? kResidual : 0) | (to.mask ? kMask : 0) | (to.output ? kOutput : 0);
+    if (!to.values || from.residual_values || (to.kept && to.kind != Stored::s8)) return kAnything;
+    return (from.residual ? kResidual : 0) | (to.mask ? kMask : 0) | (to.output ? kOutput : 0) | (to.kept ? kKept : 0);
 }
 
 template <Activation activation, int wants>
@@ -119,16 +121,19 @@ struct ApplyKernel {
     BYTEBACK_INLINE void some(s64 e, Lanes lanes) {
         const bool masks = anything ? to.mask != nullptr : (wants & kMask) != 0;
         const bool floats = anything ? to.output != nullptr : (wants & kOutput) != 0;
-        __m256 value[V], y[V];
+        __m256 value[V], y[V], given[V];
         u32 mask = 0;
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
             const __m256 x = lanes.load(run.x + e + 8 * v), z = z_of(e + 8 * v, x, lanes);
+            given[v] = x;
             value[v] = activate<activation>(z);
             if (masks) mask |= static_cast<u32>(_mm256_movemask_ps(lanes.only(passes<activation>(z)))) << 8 * v;
             if (floats) put(to.output + result + e + 8 * v, value[v], stream, lanes);
             if (anything && keeper.values) keeper.keep(at + e + 8 * v, e + 8 * v, x, lanes);
         }
+        if constexpr (!anything && (wants & kKept) != 0)
+            keep_some(static_cast<s8*>(keeper.values) + at + e, given, keeper.centre + e, keeper.inverse + e, lanes);
         if (masks) std::memcpy(to.mask + mask_row + e / 8, &mask, V);
         if (anything && !to.values) return;
         if constexpr (V == 1) value[0] = lanes.only(value[0]);
@@ -191,21 +196,18 @@ Report apply(const Forward& from, const Outcome& to, int threads) {
     return joined(parts);
 }
 
+template <Activation activation, int... wants>
+Report apply_one_of(std::integer_sequence<int, wants...>, const Forward& from, const Outcome& to, int threads) {
+    using Apply = Report (*)(const Forward&, const Outcome&, int);
+    constexpr Apply kernels[] = {&apply<activation, wants>...};
+    return kernels[wants_of(from, to)](from, to, threads);
+}
+
 // The kernel for exactly these wants, for the activations of most networks.
 template <Activation activation>
 Report apply_wanted(const Forward& from, const Outcome& to, int threads) {
-    if constexpr (activation == Activation::none || activation == Activation::relu || activation == Activation::relu6) {
-        switch (wants_of(from, to)) {
-            case 0: return apply<activation, 0>(from, to, threads);
-            case 1: return apply<activation, 1>(from, to, threads);
-            case 2: return apply<activation, 2>(from, to, threads);
-            case 3: return apply<activation, 3>(from, to, threads);
-            case 4: return apply<activation, 4>(from, to, threads);
-            case 5: return apply<activation, 5>(from, to, threads);
-            case 6: return apply<activation, 6>(from, to, threads);
-            case 7: return apply<activation, 7>(from, to, threads);
-        }
-    }
+    if constexpr (activation == Activation::none || activation == Activation::relu || activation == Activation::relu6)
+        return apply_one_of<activation>(std::make_integer_sequence<int, kAnything + 1>{}, from, to, threads);
     return apply<activation, kAnything>(from, to, threads);
 }
 

@@ -221,10 +221,23 @@ BYTEBACK_INLINE void keep_bf16(u16* to, __m256 x, Lanes lanes) {
     lanes.store_words(to, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 
-template <class Lanes>
-BYTEBACK_INLINE void keep_bytes(s8* to, __m256 x, const f32* centre, const f32* inverse, Lanes lanes) {
-    const __m256 y = _mm256_mul_ps(_mm256_sub_ps(x, _mm256_loadu_ps(centre)), _mm256_loadu_ps(inverse));
-    store_bytes(to, {_mm256_cvtps_epi32(_mm256_min_ps(nan_as_zero(y), all(127.0f)))}, lanes);
+// x as int8 around its centre, V vectors; as a rule none of it is NaN.
+template <int V, class Lanes>
+BYTEBACK_INLINE void keep_some(s8* to, const __m256 (&x)[V], const f32* centre, const f32* inverse, Lanes lanes) {
+    __m256 y[V], odd = _mm256_setzero_ps();
+    __m256i q[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+        y[v] = _mm256_mul_ps(_mm256_sub_ps(x[v], _mm256_loadu_ps(centre + 8 * v)), _mm256_loadu_ps(inverse + 8 * v));
+        odd = _mm256_or_ps(odd, _mm256_cmp_ps(y[v], y[v], _CMP_UNORD_Q));
+    }
+    const bool special = _mm256_movemask_ps(odd) != 0;
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+        const __m256 number = __builtin_expect(special, 0) ? nan_as_zero(y[v]) : y[v];
+        q[v] = _mm256_cvtps_epi32(_mm256_min_ps(number, all(127.0f)));
+    }
+    store_bytes(to, q, lanes);
 }
 
 // ---- int8 ------------------------------------------------------------------------------------------------------------
