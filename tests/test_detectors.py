@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import byteback
 from byteback import torchvision_compat
-from byteback.ops import native, schema
+from byteback.ops import native, schema, schema_products
 from byteback.quantize import TensorRule
 
 torchvision = torchvision_compat.load()
@@ -157,13 +157,13 @@ def test_the_weight_gradient_of_a_shared_head_is_the_sum_over_its_levels() -> No
 
 def test_images_of_ever_new_sizes_fill_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "_MOST_PLANS", 150)
-    schema._plans.clear()
+    schema_products._plans.clear()
     model = detector("retinanet", "unified-int8")
     model.transform.size_divisible = 1
     plans = []
     for number in range(6):
         assert all(torch.isfinite(torch.tensor(steps(model, 1, [(64, 64 + 7 * number)]))))
-        plans.append(len(schema._plans))
+        plans.append(len(schema_products._plans))
     assert max(plans) <= 150 and any(later < earlier for earlier, later in itertools.pairwise(plans))
 
 

@@ -2,7 +2,7 @@
 """FLOOR 0: tensors in, tensors out. Integer products, quantization and statistics; no recipe, no module.
 
 Read `limits.py` (the contract's numbers), `scale_rule.py` (what may be multiplied with what), `reference.py` and
-`statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema.py` (how PyTorch sees them);
+`statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema*.py` (how PyTorch sees them);
 `normalize.py`, `normalize_grad.py`, `batch.py`, `finished.py` and `pairs.py` for the passes of the fused block around a
 convolution, which are plain functions, and `coefficients.py`, `magnitude.py`, `ledger.py`, `fingerprint.py` for the small
 arithmetic between them.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
-from byteback.ops import schema
+from byteback.ops import schema_products, schema_quantize
 from byteback.ops.batch import BatchNorm, normalize_batch, normalize_grad_batch
 from byteback.ops.coefficients import Coefficients, gradient_sums, norm_coefficients, norm_folded, norm_gradient
 from byteback.ops.finished import conv_normalize
@@ -98,7 +98,7 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None = None) -> tuple[Tensor
     >>> values.tolist(), counts.tolist(), peak.item()
     ([[-127, 6, 127]], [1, 0], 4.0)
     """
-    return schema.quantize(x, clip, key)
+    return schema_quantize.quantize(x, clip, key)
 
 
 def quantize_max(x: Tensor, axis: int = -1, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -110,12 +110,12 @@ def quantize_max(x: Tensor, axis: int = -1, key: Tensor | None = None) -> tuple[
     >>> values.tolist(), clip.tolist(), counts.tolist()
     ([[-127, 3, 64]], [[4.0]], [0, 0])
     """
-    return schema.quantize_max(x, axis, key)
+    return schema_quantize.quantize_max(x, axis, key)
 
 
 def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int = 0) -> Tensor:
     """The key of one gradient's noise: an int64 pair, different for each (seed, rank, layer, count)."""
-    return schema.noise_key(seed, layer, count, rank)
+    return schema_quantize.noise_key(seed, layer, count, rank)
 
 
 def absmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -124,7 +124,7 @@ def absmax(x: Tensor, axis: int = -1) -> Tensor:
     >>> absmax(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), axis=1).tolist()
     [[2.0, 3.0]]
     """
-    return schema.absmax(x, axis)
+    return schema_quantize.absmax(x, axis)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,12 +133,12 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     >>> [m.flatten().tolist() for m in moments(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))]
     [[2.0, 3.0], [3.0, -2.5], [5.0, 9.25]]
     """
-    return schema.moments(x)
+    return schema_quantize.moments(x)
 
 
 def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
     """Per channel, how many |x| exceed the threshold (one for all, or one per channel)."""
-    return schema.tail_count(x, threshold)
+    return schema_quantize.tail_count(x, threshold)
 
 
 def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
@@ -148,17 +148,17 @@ def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     >>> dot_terms(torch.tensor([[3.0, 4.0]]), q, torch.tensor([[0.5]])).tolist()
     [25.0, 25.0, 25.0]
     """
-    return schema.dot_terms(x, values, scale)
+    return schema_quantize.dot_terms(x, values, scale)
 
 
 def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
     """One row (x·q, q·q, x·x) for each candidate clip, with q rounded to nearest under that clip."""
-    return schema.cosine_terms(x, clips)
+    return schema_quantize.cosine_terms(x, clips)
 
 
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
     """(x·q, q·q, x·x, x·d, q·d), d being 127 times the derivative of the quantized tensor by its clip."""
-    return schema.cosine_slope_terms(x, clip)
+    return schema_quantize.cosine_slope_terms(x, clip)
 
 
 def conv_int8(
@@ -172,7 +172,7 @@ def conv_int8(
     groups: int = 1,
 ) -> Tensor:
     """output = (x ⋆ w) · (x_scale · w_scale): exact int8 convolution in one to three dimensions, float32 result."""
-    return schema.conv_int8(x, x_scale, w, w_scale, stride, padding, dilation, groups)
+    return schema_products.conv_int8(x, x_scale, w, w_scale, stride, padding, dilation, groups)
 
 
 def conv_int8_grad_input(
@@ -187,7 +187,7 @@ def conv_int8_grad_input(
     groups: int = 1,
 ) -> Tensor:
     """grad_input = (g ⋆ᵀ w) · (g_scale · w_scale)."""
-    return schema.conv_int8_grad_input(g, g_scale, w, w_scale, input_size, stride, padding, dilation, groups)
+    return schema_products.conv_int8_grad_input(g, g_scale, w, w_scale, input_size, stride, padding, dilation, groups)
 
 
 def conv_int8_grad_weight(
@@ -202,7 +202,7 @@ def conv_int8_grad_weight(
     groups: int = 1,
 ) -> Tensor:
     """grad_weight = (g ⋆ x) · (g_scale · x_scale), summed exactly over N, OH, OW however deep that is."""
-    return schema.conv_int8_grad_weight(g, g_scale, x, x_scale, weight_size, stride, padding, dilation, groups)
+    return schema_products.conv_int8_grad_weight(g, g_scale, x, x_scale, weight_size, stride, padding, dilation, groups)
 
 
 def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
@@ -212,4 +212,4 @@ def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tenso
     >>> matmul_int8(a, torch.tensor([[0.5]]), b, torch.tensor([[2.0]])).tolist()
     [[11.0]]
     """
-    return schema.matmul_int8(a, a_scale, b, b_scale)
+    return schema_products.matmul_int8(a, a_scale, b, b_scale)

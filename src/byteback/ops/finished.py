@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.ops import layout, native, native_kernels, pool, schema
+from byteback.ops import layout, native, native_kernels, pool, schema_products
 from byteback.ops.normalize import Into, Normalized, Residual, normalize
 from byteback.ops.normalize_checks import (
     check_activation,
@@ -69,7 +69,7 @@ def conv_normalize(
     op = "conv_normalize"
     path = path_for(x, x_scale, w, w_scale, a, b, *tensors_of(residual), clip)
     if path is not None and w.numel():
-        product = schema.output_plan(x, x_scale, w, w_scale, *geometry)
+        product = schema_products.output_plan(x, x_scale, w, w_scale, *geometry)
         like = torch.empty_strided(product.size, (0,) * len(product.size))
         a, b = check_vector(op, "a", a, product.channels), check_vector(op, "b", b, product.channels)
         residual, index = check_residual(op, residual, like), check_activation(op, activation)
@@ -78,7 +78,7 @@ def conv_normalize(
         made = _native(path, product, (x, x_scale, w, w_scale), (a, b), residual, index, clip, want_float, into)
         if made is not None:
             return made
-    y = schema.conv_int8(x, x_scale, w, w_scale, *geometry)
+    y = schema_products.conv_int8(x, x_scale, w, w_scale, *geometry)
     return normalize(y, a, b, residual, activation, clip, want_float=want_float, want_mask=False, into=into)
 
 

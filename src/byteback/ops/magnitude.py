@@ -29,7 +29,7 @@ from byteback.ops.pairs import (
     quantize_pair,
     tail_count_pair,
 )
-from byteback.ops.schema import moments
+from byteback.ops.schema_quantize import moments
 
 _library: Any = native.library
 _float32, _empty = torch.float32, torch.empty
