@@ -11,6 +11,7 @@ Each returns None (or is not called) where the tensor itself has to be looked at
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -104,6 +105,7 @@ def quantize_both(
     before = tuple(q.clip[slot] if q.initialized.tolist()[slot] else None for q in quantizers)
     made = gradient.pair(numbers, before, key, want_one)  # type: ignore[arg-type]
     clips, shares = made.clips[:2], made.clips[2:]
+    floats = lru_cache(maxsize=1)(gradient.written)  # both copies may measure their direction, and it is written once
     results: list[QTensor | None] = []
     for index, copy in enumerate((made.one, made.each)):
         if copy is None:
@@ -115,6 +117,6 @@ def quantize_both(
         elif step.remember:
             choice = Choice(clips[index], remember=clips[index], gaussian_share=shares[index])
             share = made.saturated[index] / gradient.elements()
-            remember_step(buffers, settings[index], slot, now, choice, share, q, gradient.written)
+            remember_step(buffers, settings[index], slot, now, choice, share, q, floats)
         results.append(q)
     return results[0], results[1]  # type: ignore[return-value]
