@@ -99,12 +99,12 @@ CALLS: dict[str, Callable[[], Any]] = {
         *(F4, F4, *V[:2], None, "relu", V[2].double(), V[3].double(), 1e-5), want_masked=True, want_sums=True
     ),
     "normalize_grad_sums": lambda: ops.normalize_grad_sums(F4, F4, *V[:2], None, "relu6", want_masked=True),
-    "normalize_grad": lambda: ops.normalize_grad(F4, F4, *V[:2], None, "hardswish", *V[2:]),
+    "normalize_grad": lambda: ops.normalize_grad(PARTS._replace(activation="hardswish")),
     "normalize_grad_quantize_pair": lambda: sum(
         ops.normalize_grad_quantize_pair(PARTS, ONE, V[3].abs().reshape(1, -1, 1, 1), KEY), ()
     ),
     "normalize_grad_tails": lambda: ops.normalize_grad_tails(PARTS, V[1].abs(), ONE),
-    "normalize_grad_quantize": lambda: ops.normalize_grad_quantize(F4, F4, *V[:2], None, "relu", *V[2:], ONE, KEY),
+    "normalize_grad_quantize": lambda: ops.normalize_grad_quantize(PARTS, ONE, KEY),
     "pack_norm": lambda: ops.pack_norm(F4, -V[4].abs() - 1, V[4].abs() + 1, V[0], "int8"),
     "quantize_pair": lambda: ops.quantize_pair(F4, ONE, V[3].reshape(1, -1, 1, 1), KEY),
     "tail_count_pair": lambda: ops.tail_count_pair(F4, V[1], ONE),

@@ -107,7 +107,7 @@ def test_what_is_not_finite_is_counted_whichever_copies_are_made(path: str, bad:
 def test_a_gradient_that_is_not_written_gets_the_clips_of_its_floats() -> None:
     """Its σ is that of exact arithmetic; here no channel is so near the threshold that rounding would decide."""
     parts, sums = block_gradient(16)
-    dx = ops.normalize_grad(*parts)
+    dx = ops.normalize_grad(parts)
     _, total, squares = ops.moments(dx)
     torch.testing.assert_close(sums[1], squares.flatten(), rtol=1e-5, atol=1e-12)
     before = torch.rand(16, generator=torch.Generator().manual_seed(1))

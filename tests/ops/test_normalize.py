@@ -65,9 +65,9 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
     assert result.values.shape == result.output.shape == shape and result.counts.tolist() == [0, 0]
     total, dot, _, masked = agree(lambda: ops.normalize_grad_sums(x, x, vector, vector, result.mask, "relu", want_masked=True))
     assert total.tolist() == dot.tolist() == [0.0] * shape[1] and masked.shape == shape
-    full = (x, x, vector, vector, None, "silu", vector, vector, vector)
-    assert agree(lambda: ops.normalize_grad(*full)).shape == shape
-    values, _, counts, peak = agree(lambda: ops.normalize_grad_quantize(*full, clip, key_of(3)))
+    full = ops.GradientParts(x, x, vector, vector, None, "silu", vector, vector, vector)
+    assert agree(lambda: ops.normalize_grad(full)).shape == shape
+    values, _, counts, peak = agree(lambda: ops.normalize_grad_quantize(full, clip, key_of(3)))
     assert values.shape == shape and counts.tolist() == [0, 0] and peak.item() == 0.0
 
 
@@ -221,7 +221,7 @@ def test_a_block_is_batch_norm_relu_and_their_gradients(with_residual: bool) -> 
         grad_weight = (dot - mean * total) * rstd
         p, q = a, -(a * rstd * grad_weight / count).float()
         r = (a * (rstd * mean * grad_weight - total) / count).float()
-        dx = ops.normalize_grad(g, x, a, b, ours.mask, "relu", p, q, r)
+        dx = ops.normalize_grad(ops.GradientParts(g, x, a, b, ours.mask, "relu", p, q, r))
         torch.testing.assert_close(dx, x.grad, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(grad_weight.float(), weight.grad, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(total.float(), bias.grad, rtol=1e-4, atol=1e-4)

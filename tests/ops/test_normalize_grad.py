@@ -34,12 +34,12 @@ def test_backward_agrees(shape: tuple[int, ...], activation: str) -> None:
         sums = agree(lambda gate=gate: ops.normalize_grad_sums(*gate, want_masked=True))
         assert sums.squares is None
         masked = sums.masked
-        full = (*gate, p, q, r)
-        dx = agree(lambda full=full: ops.normalize_grad(*full))
+        full = ops.GradientParts(*gate, p, q, r)
+        dx = agree(lambda full=full: ops.normalize_grad(full))
         with native.path("reference"):
             assert same(dx, (column(p, x) * masked + column(q, x) * x) + column(r, x))
         for clip, key in ((torch.tensor(2.5), None), (torch.tensor([2.5]), key_of(7)), (torch.tensor(0.0), key_of(1))):
-            result = agree(lambda full=full, c=clip, k=key: ops.normalize_grad_quantize(*full, c, k))
+            result = agree(lambda full=full, c=clip, k=key: ops.normalize_grad_quantize(full, c, k))
             assert same(result, ops.quantize(dx, clip.reshape([1] * x.dim()), key))
 
 
@@ -48,7 +48,7 @@ def test_none_without_a_mask_needs_no_vectors() -> None:
     g, x = drawn((2, 24, 5, 5), 1), drawn((2, 24, 5, 5), 3)
     p, q, r = vectors(24, 3, 0)
     agree(lambda: ops.normalize_grad_sums(g, x, None, None, None, "none", want_masked=True))
-    agree(lambda: ops.normalize_grad(g, x, None, None, None, "none", p, q, r))
+    agree(lambda: ops.normalize_grad(ops.GradientParts(g, x, None, None, None, "none", p, q, r)))
 
 
 @with_native
@@ -75,14 +75,14 @@ def test_kept_inputs_agree(shape: tuple[int, ...], kind: str) -> None:
             wants = {"want_masked": True, "want_squares": True}
             sums = agree(lambda g=g, kept=kept, gate=gate, w=wants: ops.normalize_grad_sums(g, kept, *gate, **w))
             assert same(sums, ops.normalize_grad_sums(g, as_floats, *gate, **wants))
-            full = (g, kept, *gate, p, q, r)
-            dx = ops.normalize_grad(g, as_floats, *gate, p, q, r)
-            assert same(agree(lambda full=full: ops.normalize_grad(*full)), dx)
-            quantized = agree(lambda full=full: ops.normalize_grad_quantize(*full, torch.tensor(2.0), key_of(9)))
+            full = ops.GradientParts(g, kept, *gate, p, q, r)
+            dx = ops.normalize_grad(ops.GradientParts(g, as_floats, *gate, p, q, r))
+            assert same(agree(lambda full=full: ops.normalize_grad(full)), dx)
+            quantized = agree(lambda full=full: ops.normalize_grad_quantize(full, torch.tensor(2.0), key_of(9)))
             assert same(quantized, ops.quantize(dx, torch.full([1] * x.dim(), 2.0), key_of(9)))
-            parts, each = ops.GradientParts(*full), a.abs()
-            tails = agree(lambda parts=parts, each=each, one=one: ops.normalize_grad_tails(parts, each, one))
+            each = a.abs()
+            tails = agree(lambda parts=full, each=each, one=one: ops.normalize_grad_tails(parts, each, one))
             assert same(tails, (ops.absmax(dx, 1), *ops.tail_count_pair(dx, each, one)))
             both = (torch.tensor(2.0), column(each + 0.1, x), key_of(9))
-            pair = agree(lambda parts=parts, both=both: ops.normalize_grad_quantize_pair(parts, *both))
+            pair = agree(lambda parts=full, both=both: ops.normalize_grad_quantize_pair(parts, *both))
             assert same(pair, ops.quantize_pair(dx, *both))

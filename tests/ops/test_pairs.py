@@ -42,7 +42,7 @@ def test_pairs_of_a_gradient_are_those_of_its_floats(shape: tuple[int, ...], act
     for seed in (0, 1):
         g, x = drawn(shape, seed), drawn(shape, seed + 7, special=False)
         parts = ops.GradientParts(g, x, *vectors(shape[1], 2, seed), None, activation, *vectors(shape[1], 3, seed + 1))
-        dx, each, one = ops.normalize_grad(*parts), vectors(shape[1], 1, seed)[0].abs(), torch.tensor(0.7)
+        dx, each, one = ops.normalize_grad(parts), vectors(shape[1], 1, seed)[0].abs(), torch.tensor(0.7)
         tails = agree(lambda parts=parts, each=each, one=one: ops.normalize_grad_tails(parts, each, one))
         assert same(tails, (ops.absmax(dx, 1), *ops.tail_count_pair(dx, each, one)))
         clips = column(each + 0.1, x)

@@ -218,7 +218,8 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     residual_grad = g if for_residual else None
     if grads is None:
         grads = input_gradient(normalized, ctx.norm_training, total, dot)
-    gradient = BlockGradient(ops.GradientParts(g, y, a, b, mask, activation, grads.p, grads.q, grads.r), sums)
+    parts = ops.GradientParts(g, y, a, b, mask, activation, grads.p, grads.q, grads.r)
+    gradient = BlockGradient(parts, sums)
     grad_input, grad_weight = backward_products(ctx, kept, gradient, ctx.needs_input_grad)
     wanted = zip((grads.bias, grads.gamma, grads.beta, residual_grad), ctx.needs_input_grad[2:6], strict=True)
     return grad_input, grad_weight, *(grad if needed else None for grad, needed in wanted)
@@ -231,10 +232,10 @@ class BlockGradient(NamedTuple):
     sums: tuple[Tensor, Tensor] | None
 
     def written(self) -> Tensor:
-        return ops.normalize_grad(*self.parts)
+        return ops.normalize_grad(self.parts)
 
     def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return ops.normalize_grad_quantize(*self.parts, clip, key)
+        return ops.normalize_grad_quantize(self.parts, clip, key)
 
     def elements(self) -> int:
         return self.parts.g.numel()

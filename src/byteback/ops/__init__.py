@@ -32,7 +32,13 @@ from byteback.ops.normalize import (
     normalize_peak,
     pack_norm,
 )
-from byteback.ops.normalize_grad import GradientParts, GradSums, normalize_grad, normalize_grad_quantize, normalize_grad_sums
+from byteback.ops.normalize_grad import (
+    GradientParts,
+    GradSums,
+    normalize_grad,
+    normalize_grad_quantize,
+    normalize_grad_sums,
+)
 from byteback.ops.pairs import (
     Quantized,
     normalize_grad_quantize_pair,

@@ -74,52 +74,30 @@ def normalize_grad_sums(
     return GradSums(total, dot, squares if want_squares else None, masked if want_masked else None)
 
 
-def normalize_grad(
-    g: Tensor,
-    x: Kept,
-    a: Tensor | None,
-    b: Tensor | None,
-    mask: Tensor | None,
-    activation: str,
-    p: Tensor,
-    q: Tensor,
-    r: Tensor,
-) -> Tensor:
+def normalize_grad(parts: GradientParts) -> Tensor:
     """dx = (p·gm + q·x) + r, with gm as in normalize_grad_sums.
 
     >>> g, x, one = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]), torch.ones(2)
-    >>> normalize_grad(g, x, None, None, None, "none", 2 * one, one, 10 * one).tolist()
+    >>> normalize_grad(GradientParts(g, x, None, None, None, "none", 2 * one, one, 10 * one)).tolist()
     [[15.0, 13.0]]
     """
-    parts, path = check_parts("normalize_grad", GradientParts(g, x, a, b, mask, activation, p, q, r))
+    parts, path = check_parts("normalize_grad", parts)
     if path is not None:
         return kernels.normalize_grad(path, parts.g, kernels.backward_numbers(*parts))
     with torch.no_grad():
         return plain.normalize_grad(parts)
 
 
-def normalize_grad_quantize(
-    g: Tensor,
-    x: Kept,
-    a: Tensor | None,
-    b: Tensor | None,
-    mask: Tensor | None,
-    activation: str,
-    p: Tensor,
-    q: Tensor,
-    r: Tensor,
-    clip: Tensor,
-    key: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """ops.quantize(dx, clip, key) with the dx of normalize_grad, which is never written: values, scale, counts, max|dx|.
 
     >>> g, x, one = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]), torch.ones(2)
-    >>> values, *_ = normalize_grad_quantize(g, x, None, None, None, "none", one, one, one, torch.tensor(10.0), None)
-    >>> values.tolist()
+    >>> parts = GradientParts(g, x, None, None, None, "none", one, one, one)
+    >>> normalize_grad_quantize(parts, torch.tensor(10.0), None)[0].tolist()
     [[64, 25]]
     """
     op = "normalize_grad_quantize"
-    parts, path = check_parts(op, GradientParts(g, x, a, b, mask, activation, p, q, r))
+    parts, path = check_parts(op, parts)
     clip, key = check_one(op, "clip", clip), check_key(op, key)
     if path is not None:
         return kernels.normalize_grad_quantize(path, parts.g, kernels.backward_numbers(*parts), clip, key)
