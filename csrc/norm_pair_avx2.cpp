@@ -26,7 +26,7 @@ struct Copies {
     const f32* clips;  // per channel
     Noise noise;
     s8 *by_tensor, *by_channel;
-    s64 written;
+    s64 written;  // bytes of either
 };
 
 struct PairTag {};
@@ -47,7 +47,8 @@ struct PairKernel {
     PairKernel(const Run& from, s64 all_channels, const Copies& to, s64 together)
         : run(from), channels(all_channels), clip(to.clip), noise(to.noise), state(to.noise, 0), by_tensor(to.by_tensor),
           by_channel(to.by_channel) {
-        stream = (!both || should_stream(by_tensor, channels * together, to.written)) && should_stream(by_channel, channels * together, to.written);
+        const s64 start = channels * together;
+        stream = (!both || should_stream(by_tensor, start, to.written)) && should_stream(by_channel, start, to.written);
         const s64 room = channels * together + 32;  // in scratch memory of its own: the run has its constants in the other
         inverse = reinterpret_cast<f32*>(scratch<PairTag>(2 * room * sizeof(f32)));
         bound = inverse + room;

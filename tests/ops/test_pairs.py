@@ -53,6 +53,19 @@ def test_pairs_of_a_gradient_are_those_of_its_floats(shape: tuple[int, ...], act
             assert same(pair, ops.quantize_pair(dx, *both))
 
 
+@with_native
+@pytest.mark.parametrize("channels", [96, 40, 7])
+def test_copies_that_no_cache_would_hold_are_the_same(channels: int) -> None:
+    """From 12 MB on they are written past the caches, where their rows allow it; 7 channels do not."""
+    x = torch.randn(13 * 2**20 // channels + 3, channels, generator=torch.Generator().manual_seed(1))
+    one, nothing, key = torch.ones(channels), torch.zeros(channels), key_of(4)
+    clips = (torch.tensor(2.0), torch.rand(1, channels, generator=torch.Generator().manual_seed(2)) + 1.0)
+    expected = ops.quantize(x, clips[0].reshape(1, 1), key), ops.quantize(x, clips[1], key)
+    assert same(ops.quantize_pair(x, *clips, key), expected)
+    parts = ops.GradientParts(x, x, None, None, None, "none", one, nothing, nothing)
+    assert same(ops.normalize_grad_quantize_pair(parts, *clips, key), expected)
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 3, 0, 4), (0, 5)], ids=str)
 def test_empty_gradients(shape: tuple[int, ...]) -> None:
     x, vector = torch.zeros(shape), torch.ones(shape[1])
