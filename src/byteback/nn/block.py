@@ -5,8 +5,8 @@
     backward   g ─ sums per channel ─► p, q, r ─► p·g' + q·y + r ─► int8                                    (two passes)
                then grad_input and grad_weight as in functional.py; g' is g through the activation's derivative
 
-normalization.py has the formulas. The float gradient of y is written out only where a clip rule has to look at it; a clip
-that is held for a period needs no look.
+normalization.py has the formulas. The float gradient of y is written out only where a clip rule has to look at it: a clip
+that is held for a period needs no look, and magnitude-aware clips compute the gradient as they read (a third pass).
 """
 
 from __future__ import annotations
