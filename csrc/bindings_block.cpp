@@ -7,43 +7,97 @@
 #include <array>
 #include <vector>
 
+#include "conv.h"
 #include "max_pool.h"
 #include "norm.h"
 #include "norm_coefficients.h"
 #include "norm_numbers.h"
 #include "pixels.h"
+#include "shape_numbers.h"
 
 namespace nb = nanobind;
 using namespace byteback;
 
 namespace {
 
-// `peak_is_known`: the extremes of a channel tell the largest value of the result, no reading is needed.
-// from: rows, channels, x, gamma, beta, bias, running mean, running variance, residual, its scale
-// to:   a, b, mean, invstd, peak, values, scale, counts, output, mask, x as it is kept, its step, its centre
-void normalize_batch(int path, const std::array<Address, 10>& from, f64 eps, f64 momentum, int activation, bool floor,
-                     f32 ceiling, bool peak_is_known, int kept, const std::array<Address, 13>& to, int threads) {
-    nb::gil_scoped_release unlocked;
+// rows, channels, x, gamma, beta, bias, running mean, running variance, residual, its scale
+using BatchFrom = std::array<Address, 10>;
+// a, b, mean, invstd, peak, values, scale, counts, output, mask, x as it is kept, its step, its centre
+using BatchTo = std::array<Address, 13>;
+
+struct BatchNumbers {
+    f64 eps, momentum;
+    int activation;
+    bool floor;          // the activation cuts at 0,
+    f32 ceiling;         // and here
+    bool peak_is_known;  // the extremes of a channel tell the largest value of the result, no reading is needed
+    int kept;
+};
+
+// Room for Σ, Σ², min and max of each channel.
+class OwnStatistics {
+public:
+    explicit OwnStatistics(s64 channels) : width_(static_cast<size_t>(channels)), sums_(2 * width_), ends_(2 * width_) {}
+    Statistics places() { return {sums_.data(), sums_.data() + width_, ends_.data(), ends_.data() + width_}; }
+
+private:
+    size_t width_;
+    std::vector<f64> sums_;
+    std::vector<f32> ends_;
+};
+
+// What follows when the statistics are known.
+void normalize_counted(int path, const Statistics& seen_of, const BatchFrom& from, const BatchNumbers& n, const BatchTo& to,
+                       int threads) {
     const s64 rows = static_cast<s64>(from[0]), channels = static_cast<s64>(from[1]);
-    const size_t width = static_cast<size_t>(channels);
-    std::vector<f64> sums(2 * width);
-    std::vector<f32> ends(2 * width);
-    f64 *total = sums.data(), *squares = total + width;
-    f32 *low = ends.data(), *high = low + width, *peak = at<f32>(to[4]);
-    BYTEBACK_CALL(channel_stats, rows, channels, at<const f32>(from[2]), total, squares, low, high, threads);
+    const auto& [total, squares, low, high] = seen_of;
+    f32* peak = at<f32>(to[4]);
     norm_coefficients({channels, rows, total, squares, low, high, at<const f32>(from[3]), at<const f32>(from[4]),
-                       at<const f32>(from[5]), eps, momentum, at<f32>(from[6]), at<f32>(from[7]), ceiling, floor},
+                       at<const f32>(from[5]), n.eps, n.momentum, at<f32>(from[6]), at<f32>(from[7]), n.ceiling, n.floor},
                       {at<f32>(to[0]), at<f32>(to[1]), at<f64>(to[2]), at<f64>(to[3]), peak});
-    const Forward pass = forward_of(rows, channels, from[2], to[0], to[1], from[8], from[9], activation);
-    if (to[5] && !peak_is_known) *peak = BYTEBACK_CALL(normalize_peak, pass, threads);
+    const Forward pass = forward_of(rows, channels, from[2], to[0], to[1], from[8], from[9], n.activation);
+    if (to[5] && !n.peak_is_known) *peak = BYTEBACK_CALL(normalize_peak, pass, threads);
     if (!to[5] && !to[8] && !to[9] && !to[10]) return;
     if (to[11]) norm_steps(channels, low, high, at<const f64>(to[2]), at<f32>(to[11]), at<f32>(to[12]));
     const Outcome outcome{at<f32>(to[8]), at<u8>(to[9]), at<s8>(to[5]), to[5] ? *peak : 0.0f, at<void>(to[10]),
-                          static_cast<Stored>(kept), at<const f32>(to[11]), at<const f32>(to[12]), channels};
+                          static_cast<Stored>(n.kept), at<const f32>(to[11]), at<const f32>(to[12]), channels};
     const Report seen = BYTEBACK_CALL(normalize, pass, outcome, threads);
     if (!to[5]) return;
     write_scales(peak, 1, at<f32>(to[6]));
     write_counts(seen, to[7]);
+}
+
+void normalize_batch(int path, const BatchFrom& from, f64 eps, f64 momentum, int activation, bool floor, f32 ceiling,
+                     bool peak_is_known, int kept, const BatchTo& to, int threads) {
+    nb::gil_scoped_release unlocked;
+    OwnStatistics own(static_cast<s64>(from[1]));
+    const Statistics s = own.places();
+    BYTEBACK_CALL(channel_stats, static_cast<s64>(from[0]), static_cast<s64>(from[1]), at<const f32>(from[2]), s.total, s.squares,
+                  s.low, s.high, threads);
+    normalize_counted(path, s, from, {eps, momentum, activation, floor, ceiling, peak_is_known, kept}, to, threads);
+}
+
+// The same of a convolution's output, which is written to from[2] and counted on the way where a kernel can. The kernel's name.
+// Scales as in bindings.cpp's run_product.
+const char* conv_normalize_batch(int path, const ShapeNumbers& numbers, Address x, Address w, const std::array<Address, 2>& scales,
+                                 const std::array<s64, 2>& strides, const BatchFrom& from, f64 eps, f64 momentum, int activation,
+                                 bool floor, f32 ceiling, bool peak_is_known, int kept, const BatchTo& to, int threads) {
+    nb::gil_scoped_release unlocked;
+    const ConvShape shape = shape_of(numbers);
+    const f32 single = scales[1] ? *at<const f32>(scales[0]) * *at<const f32>(scales[1]) : 0.0f;
+    const Factor factor{scales[1] ? &single : at<const f32>(scales[0]), strides[0], strides[1]};
+    OwnStatistics own(shape.out_channels);
+    const Statistics s = own.places();
+    f32* y = at<f32>(from[2]);
+    const Path chosen = static_cast<Path>(path);
+    const char* kernel = conv_counted(chosen, shape, at<const s8>(x), at<const s8>(w), factor, y, s, threads);
+    if (!kernel) {
+        kernel = conv_output(chosen, shape, at<const s8>(x), at<const s8>(w), factor, y, threads);
+        BYTEBACK_CALL(channel_stats, shape.batch * shape.out_pixels(), shape.out_channels, y, s.total, s.squares, s.low, s.high,
+                      threads);
+    }
+    normalize_counted(path, s, from, {eps, momentum, activation, floor, ceiling, peak_is_known, kept}, to, threads);
+    return kernel;
 }
 
 // norm: a, mean, invstd; to: q, r, grad_gamma, grad_beta, the masked gradient, the sum of dx and of dx² (both or neither)
@@ -93,6 +147,7 @@ void pool_backward(int path, const WindowNumbers& numbers, Address g, Address ta
 
 void bind_block(nb::module_& m) {
     m.def("normalize_batch", &normalize_batch);
+    m.def("conv_normalize_batch", &conv_normalize_batch);
     m.def("normalize_grad_batch", &normalize_grad_batch);
     m.def("take_pixels", &take);
     m.def("spread_pixels", &spread);

@@ -51,6 +51,48 @@ const char* conv_finished(Path path, const ConvShape& s, const s8* x, const s8* 
     return vector_output(path, s, x, w, factor, nullptr, threads, &finish);
 }
 
+#ifdef BYTEBACK_AVX2
+namespace {
+
+constexpr s64 kCountedBytes = 8 << 20;      // of an output that does not wait in the caches for its next reader
+constexpr s64 kTwoRowsBytes = 512 << 10;  // of an image: a depthwise kernel collects two rows of it
+
+bool gives_whole_rows(const ConvShape& s, Algorithm algorithm) {
+    if (algorithm == Algorithm::depthwise) return 2 * s.out[2] * s.out_channels * 4 <= kTwoRowsBytes;
+    return s.groups == 1 && (algorithm == Algorithm::gemm || algorithm == Algorithm::gemm_vnni);
+}
+
+}  // namespace
+#endif
+
+const char* conv_counted(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, const Statistics& to,
+                         int threads) {
+#ifdef BYTEBACK_AVX2
+    const s64 rows = s.batch * s.out_pixels();
+    const bool large = rows * s.out_channels * 4 >= kCountedBytes;
+    if (!large || !gives_whole_rows(s, make_plan(s, ProductKind::output, path).algorithm)) return nullptr;
+    struct Call {
+        Path path;
+        const ConvShape& s;
+        const s8 *x, *w;
+        Factor factor;
+        int threads;
+        const char* kernel;
+    } call{path, s, x, w, factor, threads, nullptr};
+    avx2::with_statistics(
+        rows, s.out_channels, y, to, threads,
+        [](const Epilogue& finish, void* context) {
+            Call& c = *static_cast<Call*>(context);
+            c.kernel = vector_output(c.path, c.s, c.x, c.w, c.factor, nullptr, c.threads, &finish);
+        },
+        &call);
+    return call.kernel;
+#else
+    (void)path, (void)s, (void)x, (void)w, (void)factor, (void)y, (void)to, (void)threads;
+    return nullptr;
+#endif
+}
+
 const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
 #ifdef BYTEBACK_AVX2
     switch (make_plan(s, ProductKind::grad_input, path).algorithm) {

@@ -69,10 +69,12 @@ void depthwise_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor 
         s32* sums = memory.take<s32>(plan.sums());
         parts.push_back({sums, deep ? memory.take<s64>(plan.sums()) : nullptr, false});
     }
-    parallel_ranges(threads, plan.units, [&](int thread, s64 begin, s64 end) {
+    parallel_shares(threads, plan.units, [&](int thread, const auto& next) {
         Part& part = parts[static_cast<size_t>(thread)];
         part.used = true;
-        GradWeightRun(s, plan, g, x, part.sums, part.deep).units(begin, end);
+        GradWeightRun run(s, plan, g, x, part.sums, part.deep);
+        for (s64 begin, end; next(begin, end);) run.units(begin, end);
+        run.flush();
     });
     write_grad_weight(s, parts, factor, dw);
 }

@@ -116,9 +116,10 @@ class DirectRun {
 public:
     DirectRun(const Direct& p, const s8* source, const s16* weights, Factor factor, f32* destination, const Epilogue* finish)
         : p_(p), C_(p.channels), source_(source), weights_(weights), factor_(factor), destination_(destination), finish_(finish),
+          whole_(finish && finish->in_order), width_(whole_ ? p.to[1] : 1),
           memory_(scratch<ThreadScratch>(static_cast<size_t>(Carver::bytes<s8>(3 * C_) + Carver::bytes<f32>(C_) +
-                                                             Carver::bytes<f32>(2 * C_)))),
-          zeros_(memory_.take<s8>(3 * C_)), factors_(memory_.take<f32>(C_)), own_(memory_.take<f32>(2 * C_)) {
+                                                             Carver::bytes<f32>(2 * width_ * C_)))),
+          zeros_(memory_.take<s8>(3 * C_)), factors_(memory_.take<f32>(C_)), own_(memory_.take<f32>(2 * width_ * C_)) {
         std::memset(zeros_, 0, static_cast<size_t>(3 * C_));
         first_ = std::clamp<s64>(ceil_div(std::max<s64>(p.before[1], 0), Stride), 0, p.to[1]);
         const s64 reach = p.from[1] - 3 + p.before[1];  // where the last whole column starts
@@ -149,7 +150,8 @@ private:
         const s64 pixels[2] = {(frame * p_.to[0] + i) * p_.to[1], (frame * p_.to[0] + i + 1) * p_.to[1]};
         const int count = i + 1 < p_.to[0] ? 2 : 1;
         for (s64 column = 0; column < p_.to[1]; ++column) {
-            f32* to[2] = {own_, own_ + C_};  // with an epilogue the product stays here
+            const s64 here = whole_ ? column : 0;
+            f32* to[2] = {own_ + here * C_, own_ + (width_ + here) * C_};  // with an epilogue the product stays here
             if (!finish_)
                 for (int k = 0; k < count; ++k) to[k] = destination_ + (pixels[k] + column) * C_;
             if (column < first_ || column >= last_ || count < 2) {
@@ -160,9 +162,10 @@ private:
                     row[r] = rows[r] ? rows[r] + (column * Stride - p_.before[1]) * C_ : zeros_;
                 direct_two<Stride, Stream>(row, weights_, factors_, to, C_);
             }
-            if (finish_)
-                for (int k = 0; k < count; ++k) (*finish_)(pixels[k] + column, 0, C_, to[k]);
+            if (finish_ && !whole_)
+                for (int k = 0; k < count; ++k) (*finish_)(pixels[k] + column, 1, 0, C_, to[k]);
         }
+        if (whole_) (*finish_)(pixels[0], count * width_, 0, C_, own_);
     }
 
     void one_by_one(const s8* const (&rows)[Stride + 3], s64 column, f32* const (&to)[2], int count) const {
@@ -185,6 +188,8 @@ private:
     const Factor factor_;
     f32* const destination_;
     const Epilogue* const finish_;
+    const bool whole_;  // the epilogue gets two rows of the image at once
+    const s64 width_;   // pixels of one of them that are kept
     Carver memory_;
     s8* const zeros_;
     f32* const factors_;
@@ -200,7 +205,7 @@ void direct(const Direct& p, const s8* source, const s8* w, Factor factor, f32* 
     pack_direct(p.channels, p.flipped, w, weights);
     const s64 bytes = p.frames * p.to[0] * p.to[1] * p.channels * static_cast<s64>(sizeof(f32));
     const bool stream = !finish && bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(destination) % 64 == 0;
-    parallel_ranges(threads, p.frames * ceil_div(p.to[0], 2), [&](int, s64 begin, s64 end) {
+    parallel_parts(threads, p.frames * ceil_div(p.to[0], 2), [&](s64 begin, s64 end) {
         if (stream) DirectRun<Stride, true>(p, source, weights, factor, destination, finish).pairs(begin, end);
         else DirectRun<Stride, false>(p, source, weights, factor, destination, finish).pairs(begin, end);
     });

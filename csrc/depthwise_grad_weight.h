@@ -67,16 +67,21 @@ public:
     }
 
     void units(s64 begin, s64 end) {
-        s64 depth = 0;  // products in each int32 sum
         for (s64 at = begin; at < end; ++at) {
-            if (depth + 2 * plan_.piece > kInt32Depth) {
-                flush();
-                depth = 0;
-            }
+            if (depth_ + 2 * plan_.piece > kInt32Depth) flush();
             unit(at);
-            depth += 2 * plan_.piece;
+            depth_ += 2 * plan_.piece;
         }
-        flush();
+    }
+
+    // After the last unit.
+    void flush() {
+        depth_ = 0;
+        if (!deep_) return;
+        for (s64 i = 0; i < plan_.sums(); ++i) {
+            deep_[i] += sums_[i];
+            sums_[i] = 0;
+        }
     }
 
 private:
@@ -91,14 +96,6 @@ private:
         s16* pair;
         bool missing;
     };
-
-    void flush() {
-        if (!deep_) return;
-        for (s64 i = 0; i < plan_.sums(); ++i) {
-            deep_[i] += sums_[i];
-            sums_[i] = 0;
-        }
-    }
 
     const s8* x_row(s64 plane, s64 row) const {
         if (row < 0 || row >= s_.in[1]) return nullptr;
@@ -175,6 +172,7 @@ private:
     const s8* const x_;
     s32* const sums_;
     s64* const deep_;
+    s64 depth_ = 0;  // products in each int32 sum
     const s64 x_columns_;
     s64 x_size_ = 0;
     s16* g_pair_ = nullptr;

@@ -107,7 +107,7 @@ void scatter(const Scatter& p, const s8* g, const s8* w, Factor factor, f32* dx,
     pack_scatter(p.channels, w, weights);
     const s64 bytes = p.frames * p.to[0] * p.to[1] * p.channels * static_cast<s64>(sizeof(f32));
     const bool stream = bytes >= kScatterStreamBytes && reinterpret_cast<uintptr_t>(dx) % 64 == 0;
-    parallel_ranges(threads, p.frames * ((p.to[0] + p.padding[0] + 1) / 2), [&](int, s64 begin, s64 end) {
+    parallel_parts(threads, p.frames * ((p.to[0] + p.padding[0] + 1) / 2), [&](s64 begin, s64 end) {
         (stream ? scatter_rows<true> : scatter_rows<false>)(p, g, weights, factor, dx, begin, end);
     });
 }

@@ -247,7 +247,7 @@ private:
     void finish_row(s64 frame, s64 row) const {
         const s64 pixels = std::min<s64>(Rows::kOuts, im_.to[0] - row) * im_.to[1];
         const s64 first = (frame * im_.to[0] + row) * im_.to[1];
-        for (s64 i = 0; i < pixels; ++i) (*finish_)(first + i, 0, im_.channels, own_ + i * im_.channels);
+        (*finish_)(first, pixels, 0, im_.channels, own_);
     }
 
     // `count` tiles of one block from `tile` on, to out[r], where pixels lie pixel_stride apart.
@@ -332,7 +332,7 @@ void stencil(const Images& im, const s8* source, const s8* w, Factor factor, f32
     s16* weights = reinterpret_cast<s16*>(scratch<SharedScratch>(static_cast<size_t>(blocks * block_size) * sizeof(s16)));
     for (s64 b = 0; b < blocks; ++b)
         pack_stencil_block<S>(w + b * kBlock * S::kTaps, std::min(kBlock, im.channels - b * kBlock), weights + b * block_size);
-    parallel_ranges(threads, im.frames * ceil_div(im.to[0], S::Rows::kOuts), [&](int, s64 begin, s64 end) {
+    parallel_parts(threads, im.frames * ceil_div(im.to[0], S::Rows::kOuts), [&](s64 begin, s64 end) {
         StencilRun<S>(im, source, weights, factor, destination, finish).rows(begin, end);
     });
 }

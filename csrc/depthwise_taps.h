@@ -105,7 +105,7 @@ void tap_route(const TapProduct& p, s64 batch, const s8* source, const s8* w, Fa
     s16* weights = reinterpret_cast<s16*>(scratch<SharedScratch>(static_cast<size_t>(taps * padded) * sizeof(s16)));
     for (s64 t = 0; t < taps; ++t)
         for (s64 c = 0; c < padded; ++c) weights[t * padded + c] = c < C ? w[c * taps + t] : s16{0};
-    parallel_ranges(threads, batch * pixels, [&](int, s64 begin, s64 end) {
+    parallel_parts(threads, batch * pixels, [&](s64 begin, s64 end) {
         f32* factors = reinterpret_cast<f32*>(scratch<ThreadScratch>(static_cast<size_t>(padded) * sizeof(f32)));
         std::vector<f32> own(finish ? static_cast<size_t>(C) : 0);
         std::vector<Met> met;
@@ -124,7 +124,7 @@ void tap_route(const TapProduct& p, s64 batch, const s8* source, const s8* w, Fa
             s64 c = 0;
             for (; c + 16 <= C; c += 16) tap_vector<true>(met, c, 16, factors, out);
             if (c < C) tap_vector<false>(met, c, C - c, factors, out);
-            if (finish) (*finish)(pixel, 0, C, out);
+            if (finish) (*finish)(pixel, 1, 0, C, out);
         }
     });
 }

@@ -36,7 +36,7 @@ BYTEBACK_INLINE void finish_some(const Forward& run, const Outcome& to, const Cl
 }
 
 template <Activation activation>
-void finish_piece(const Epilogue& all, s64 row, s64 channel, s64 count, const f32* y) {
+void finish_row(const Epilogue& all, s64 row, s64 channel, s64 count, const f32* y) {
     State& state = *static_cast<State*>(all.state);
     Tally& shared = state.tallies[static_cast<size_t>(omp_get_thread_num())].tally;
     Tally tally = shared;  // in registers
@@ -55,6 +55,11 @@ void finish_piece(const Epilogue& all, s64 row, s64 channel, s64 count, const f3
     shared = tally;
 }
 
+template <Activation activation>
+void finish_piece(const Epilogue& all, s64 row, s64 rows, s64 channel, s64 count, const f32* y) {
+    for (s64 i = 0; i < rows; ++i) finish_row<activation>(all, row + i, channel, count, y + i * count);
+}
+
 }  // namespace
 
 Report with_epilogue(const Forward& from, const Outcome& to, int threads, void (*body)(const Epilogue&, void*), void* context) {
@@ -63,7 +68,7 @@ Report with_epilogue(const Forward& from, const Outcome& to, int threads, void (
     std::memcpy(a.data(), from.a, static_cast<size_t>(from.channels) * sizeof(f32));
     std::memcpy(b.data(), from.b, static_cast<size_t>(from.channels) * sizeof(f32));
     State state{Clip(to.clip), std::vector<OwnTally>(static_cast<size_t>(threads > 1 ? threads : 1))};
-    Epilogue epilogue{from, to, &state, nullptr};
+    Epilogue epilogue{from, to, &state, false, nullptr};
     epilogue.from.a = a.data(), epilogue.from.b = b.data();
     with_activation(from.activation, [&](auto activation) { epilogue.finish = &finish_piece<decltype(activation)::is>; });
     body(epilogue, context);

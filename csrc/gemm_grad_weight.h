@@ -155,18 +155,18 @@ private:
     void by_pixels(s64 first, s64 count, int threads, const Finish& finish) {
         s32* own = reinterpret_cast<s32*>(scratch<OwnScratch>(static_cast<size_t>(threads * size()) * 4));
         std::vector<char> used(static_cast<size_t>(threads), 0);
-        parallel_ranges(threads, ceil_div(count, kBlock), [&](int thread, s64 begin, s64 end) {
-            if (begin == end) return;
-            used[static_cast<size_t>(thread)] = 1;
+        parallel_shares(threads, ceil_div(count, kBlock), [&](int thread, const auto& next) {
             char* A = scratch<PackScratch>(static_cast<size_t>(a_block() + b_block()));
             char* B = A + a_block();
-            for (s64 b = begin; b < end; ++b) {
-                const s64 n = std::min(kBlock, count - b * kBlock), padded = round_up(n, Micro::kUnit);
-                pack_gradient(first + b * kBlock, n, padded, B);
-                pack_input(first + b * kBlock, n, padded, A);
-                for (s64 t = 0; t < tiles; ++t)
-                    multiply(A + t * a_tile, B, padded, t, 0, panels, own + thread * size(), b > begin);
-            }
+            char& begun = used[static_cast<size_t>(thread)];
+            for (s64 begin, end; next(begin, end);)
+                for (s64 b = begin; b < end; ++b, begun = 1) {
+                    const s64 n = std::min(kBlock, count - b * kBlock), padded = round_up(n, Micro::kUnit);
+                    pack_gradient(first + b * kBlock, n, padded, B);
+                    pack_input(first + b * kBlock, n, padded, A);
+                    for (s64 t = 0; t < tiles; ++t)
+                        multiply(A + t * a_tile, B, padded, t, 0, panels, own + thread * size(), begun);
+                }
         });
         parallel_for(threads, tiles * panels, [&](s64 unit) {
             const s64 at = unit * tile * kColumns;
@@ -204,7 +204,7 @@ private:
             pack_input(first + at, n, padded, A + b * a_block() + k * tile * Micro::kBytes);
             pack_gradient(first + at, n, padded, B + b * b_block() + k * kColumns * Micro::kBytes);
         });
-        parallel_ranges(threads, tiles * panels, [&](int, s64 begin, s64 end) {
+        parallel_parts(threads, tiles * panels, [&](s64 begin, s64 end) {
             while (begin < end) {
                 const s64 t = begin / panels, p0 = begin % panels, p1 = std::min(panels, p0 + end - begin);
                 for (s64 b = 0; b < blocks; ++b) {

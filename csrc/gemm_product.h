@@ -33,7 +33,7 @@ struct Product {
     s64 result_channels, result_begin, columns;
     s64 result_start[3], result_step[3];
     Factor factor;
-    const Epilogue* finish;  // null, or what gets the product's rows instead of `result`
+    const Epilogue* finish;  // null, or what gets the rows of an output instead of `result`
 
     s64 grid_pixels() const { return grid[0] * grid[1] * grid[2]; }
 };
@@ -232,13 +232,10 @@ private:
             }
         }
         if (aligned) _mm_sfence();
-        pixel = pixel_of(first, p.grid);
-        for (s64 i = 0; own && i < count; ++i, next_pixel(pixel, p.grid)) finish(pixel, own + i * p.columns);
+        if (own) (*p.finish)(first, count, p.result_begin, p.columns, own);
     }
 
     static f32* floats(s64 count) { return reinterpret_cast<f32*>(scratch<FinishScratch>(static_cast<size_t>(count) * 4)); }
-
-    void finish(const Pixel& pixel, const f32* row) const { (*p.finish)(row_of(p, pixel), p.result_begin, p.columns, row); }
 
     void run_block(s64 first, s64 count) {
         const s64 padded_rows = round_up(count, Micro::kRows);
@@ -259,15 +256,17 @@ private:
         }
         if (deep) widen(C, count, wide);
         Pixel pixel = pixel_of(first, p.grid);
-        f32* own = p.finish ? floats(p.columns) : nullptr;
+        const bool together = p.finish && p.finish->in_order;  // else each row is finished while it is near
+        f32* own = p.finish ? floats((together ? count : 1) * p.columns) : nullptr;
         for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
-            f32* to = own ? own : result_of(p, pixel);
+            f32* to = own ? own + (together ? i : 0) * p.columns : result_of(p, pixel);
             if (deep)
                 write_row(p, wide.data() + i * padded_columns, pixel.n, to);
             else
                 write_row(p, C + i * padded_columns, pixel.n, to);
-            if (own) finish(pixel, own);
+            if (own && !together) (*p.finish)(first + i, 1, p.result_begin, p.columns, own);
         }
+        if (together) (*p.finish)(first, count, p.result_begin, p.columns, own);
     }
 
     void gather(const DepthBlock& block, s64 first, s64 count, char* A) const {

@@ -82,16 +82,18 @@ struct Periods {
 template <class Make, class Done>
 void walk_rows(s64 rows, s64 channels, int threads, const Make& make, const Done& done, bool dense = true) {
     const Periods periods(rows, channels, dense);
-    parallel_ranges(useful_threads(threads, rows * channels), periods.units(), [&](int thread, s64 begin, s64 end) {
+    parallel_shares(useful_threads(threads, rows * channels), periods.units(), [&](int thread, const auto& next) {
         auto kernel = make(periods.together);
-        const s64 last = end * periods.chunk < rows ? end * periods.chunk : rows;
-        for (s64 row = begin * periods.chunk; row < last; row += periods.together) {
-            const s64 n = (last - row < periods.together ? last - row : periods.together) * channels;
-            kernel.start(row);
-            s64 e = 0;
-            for (; e + 32 <= n; e += 32) kernel.block(e);
-            for (; e + 8 <= n; e += 8) kernel.vector(e, AllLanes{});
-            if (e < n) kernel.vector(e, FirstLanes(n - e));
+        for (s64 begin, end; next(begin, end);) {
+            const s64 last = end * periods.chunk < rows ? end * periods.chunk : rows;
+            for (s64 row = begin * periods.chunk; row < last; row += periods.together) {
+                const s64 n = (last - row < periods.together ? last - row : periods.together) * channels;
+                kernel.start(row);
+                s64 e = 0;
+                for (; e + 32 <= n; e += 32) kernel.block(e);
+                for (; e + 8 <= n; e += 8) kernel.vector(e, AllLanes{});
+                if (e < n) kernel.vector(e, FirstLanes(n - e));
+            }
         }
         _mm_sfence();  // behind what was streamed
         done(thread, kernel);
@@ -177,22 +179,24 @@ void walk_columns(s64 rows, s64 channels, f64* const* sums, int threads, const M
     while (blocks * ceil_div(padded, tile) < 8 && tile > 64) tile = round_up(tile / 2, 16);
     const s64 tiles = ceil_div(channels, tile);
     f64* all = reinterpret_cast<f64*>(scratch<SumsTag>(blocks * width * sizeof(f64)));
-    parallel_ranges(useful_threads(threads, rows * channels), blocks * tiles, [&](int thread, s64 begin, s64 end) {
-        auto kernel = make();
-        for (s64 index = begin; index < end; ++index) {
-            const s64 block = index / tiles, from = index % tiles * tile, to = from + tile < channels ? from + tile : channels;
-            const s64 first = block * kStatisticsBlock;
-            const s64 last = first + kStatisticsBlock < rows ? first + kStatisticsBlock : rows;
-            for (s64 row = first; row < last; row += few) {
-                const s64 n = last - row < few ? last - row : few;
-                const bool missing = row + n == last && last - first < kStatisticsBlock;
-                const Piece piece{row, n, all + block * width, padded, row == first, missing, (row + n) * channels};
-                s64 c = from;
-                for (; c + 16 <= to; c += 16) kernel.template columns<2>(piece, c, AllLanes{});
-                for (; c + 8 <= to; c += 8) kernel.template columns<1>(piece, c, AllLanes{});
-                if (c < to) kernel.template columns<1>(piece, c, FirstLanes(to - c));
-            }
+    const auto walk_block = [&](auto& kernel, s64 index) {
+        const s64 block = index / tiles, from = index % tiles * tile, to = from + tile < channels ? from + tile : channels;
+        const s64 first = block * kStatisticsBlock;
+        const s64 last = first + kStatisticsBlock < rows ? first + kStatisticsBlock : rows;
+        for (s64 row = first; row < last; row += few) {
+            const s64 n = last - row < few ? last - row : few;
+            const bool missing = row + n == last && last - first < kStatisticsBlock;
+            const Piece piece{row, n, all + block * width, padded, row == first, missing, (row + n) * channels};
+            s64 c = from;
+            for (; c + 16 <= to; c += 16) kernel.template columns<2>(piece, c, AllLanes{});
+            for (; c + 8 <= to; c += 8) kernel.template columns<1>(piece, c, AllLanes{});
+            if (c < to) kernel.template columns<1>(piece, c, FirstLanes(to - c));
         }
+    };
+    parallel_shares(useful_threads(threads, rows * channels), blocks * tiles, [&](int thread, const auto& next) {
+        auto kernel = make();
+        for (s64 begin, end; next(begin, end);)
+            for (s64 index = begin; index < end; ++index) walk_block(kernel, index);
         _mm_sfence();  // behind what was streamed
         done(thread, kernel);
     });

@@ -97,7 +97,7 @@ inline void store_tile(const Correlation& c, const TilePlace& at, s64 column, co
                 alignas(64) f32 own[kPanel];
                 for (int k = 0; k < kVectors; ++k)
                     store_floats(own + k * kLanes, scale(values[k][i * 4 + j], scales[k]), kLanes);
-                (*c.finish)(at.first + i * c.width + j, column, std::min<s64>(kPanel, columns), own);
+                (*c.finish)(at.first + i * c.width + j, 1, column, std::min<s64>(kPanel, columns), own);
                 continue;
             }
             f32* y = corner + (i * c.width + j) * c.weights.width;

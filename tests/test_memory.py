@@ -53,9 +53,9 @@ def test_int8_layers_save_int8() -> None:
     before = byteback.memory(model, images)
     byteback.prepare(model, "plain-int8")
     after = byteback.memory(model, images)
-    # The second convolution keeps its input (2·8·6·6) and its weight (8·8·3·3) as int8. In float it kept ReLU's output, which
-    # ReLU goes on keeping.
-    assert after.saved_by_dtype["int8"] == (2, 2 * 8 * 6 * 6 + 8 * 8 * 3 * 3)
+    # The second convolution keeps its input (2·8·6·6) and its weight (8·8·3·3) as int8, and so does the norm before it with its
+    # own input (2·8·6·6).
+    assert after.saved_by_dtype["int8"] == (3, 2 * 2 * 8 * 6 * 6 + 8 * 8 * 3 * 3)
     assert "int8" not in before.saved_by_dtype
     assert "int8" in str(after) and "saved for backward" in str(after)
 

@@ -25,12 +25,12 @@ RECIPES = ("unified-int8", "distribution-adaptive-int8", "plain-int8")
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Every int8 operand that a convolution gets from now on."""
     seen: list[Tensor] = []
-    for name in ("conv_int8", "conv_int8_grad_input", "conv_int8_grad_weight"):
+    for name in ("conv_int8", "conv_normalize_batch", "conv_int8_grad_input", "conv_int8_grad_weight"):
         original = getattr(ops, name)
 
-        def record(a: Tensor, a_scale: Tensor, b: Tensor, *rest: Any, original: Any = original) -> Tensor:
+        def record(a: Tensor, a_scale: Tensor, b: Tensor, *rest: Any, original: Any = original, **wants: Any) -> Any:
             seen.extend([a.clone(), b.clone()])
-            return original(a, a_scale, b, *rest)
+            return original(a, a_scale, b, *rest, **wants)
 
         monkeypatch.setattr(ops, name, record)
     return seen
@@ -51,7 +51,7 @@ def assert_same_integers(fused: list[Tensor], unfused: list[Tensor]) -> None:
 def test_single_block_has_the_integers_of_the_unfused_path(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe_ = byteback.recipes.resolve(recipe)
     model = nn.Sequential(nn.Conv2d(16, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU())
-    fused, unfused = pair(model, type(recipe_)(first_conv=True))
+    fused, unfused = pair(model, type(recipe_)(first_conv=True, norm_memory="float32"))
     seen = recorded(monkeypatch)
     x = torch.randn(8, 16, 14, 14)
     for _ in range(3):
@@ -302,7 +302,7 @@ def test_inference_without_grad_in_training_and_eval() -> None:
 def test_a_smaller_norm_memory_saves_bytes_and_keeps_the_direction(memory: str, share: float, tolerance: float) -> None:
     torch.manual_seed(2)
     model = Net(channels=16)
-    reference = byteback.prepare(copy.deepcopy(model), byteback.PlainInt8())
+    reference = byteback.prepare(copy.deepcopy(model), byteback.PlainInt8(norm_memory="float32"))
     small = byteback.prepare(copy.deepcopy(model), byteback.PlainInt8(norm_memory=memory))
     x = torch.randn(8, 3, 16, 16)
     outputs, grads, saved = [], [], []

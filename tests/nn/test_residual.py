@@ -61,7 +61,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
     """(residual, whether floats were wanted) of each pass."""
     seen: list[tuple[Any, bool]] = []
-    original, at_once = ops.normalize, ops.normalize_batch
+    original, at_once, product = ops.normalize, ops.normalize_batch, ops.conv_normalize_batch
 
     def watch(x: Tensor, a: Tensor, b: Tensor, residual: Any, *rest: Any, **options: Any) -> Any:
         seen.append((residual, options["want_float"]))
@@ -71,6 +71,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
         seen.append((residual, options["want_float"]))
         return at_once(x, norm, residual, *rest, **options)
 
+    def watch_product(*arguments: Any, **options: Any) -> Any:
+        seen.append((arguments[6], options["want_float"]))
+        return product(*arguments, **options)
+
+    monkeypatch.setattr(ops, "conv_normalize_batch", watch_product)
     monkeypatch.setattr(ops, "normalize", watch)
     monkeypatch.setattr(ops, "normalize_batch", watch_batch)
     return seen

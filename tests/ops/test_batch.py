@@ -8,7 +8,8 @@ import torch
 
 from byteback import ops
 from byteback.ops import native
-from byteback.ops.batch import BatchNorm, normalize_batch, normalize_grad_batch
+from byteback.ops.batch import BatchNorm, normalize_batch
+from byteback.ops.batch_grad import normalize_grad_batch
 
 PATHS = [path for path in native.available() if path != "reference"]
 SHAPES = [(3, 16, 8, 8), (2, 7, 5, 3), (2, 24, 9), (5, 40), (2, 8, 3, 4, 5), (1, 130, 17, 3)]

@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from byteback import ops
-from byteback.nn.activation import SHARED_RULE, Activation, Joins, Poolable, Source, carry
-from byteback.nn.functional import Operands, backward_products, chooses_both, forward_product, output_operands, refuse_second
+from byteback.nn.activation import SHARED_RULE, Activation, Joins, Poolable, Source, carry, numbers
+from byteback.nn.functional import Operands, backward_products, chooses_both, forward_operands, output_operands, refuse_second
 from byteback.nn.inference import Deferred, Shown, can_defer, given_coefficients
 from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, input_gradient, of_batch
 from byteback.nn.pending import BlockPlan, Stages
 from byteback.nn.products import ConvProducts
 from byteback.nn.residual import channels_last, residual_of
 from byteback.ops import magnitude
+from byteback.quantize import QTensor
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -72,21 +73,24 @@ class Block(Function):
         if can_defer(layer, norm, with_grad and any(ctx.needs_input_grad[:6])):
             return _deferred(x, weight, bias, residual, call, stages, sources)
         for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
-        y, kept = forward_product(x, weight, layer, call.products, call.slot, for_input, for_weight)
-        y = channels_last(y)
+        operands, kept = forward_operands(x, weight, layer, call.slot, for_input, for_weight)
         training = None if norm is None else norm.training
         added = residual_of(residual, layer)
         backs = with_grad and any(ctx.needs_input_grad[:6])
         saves = _what_to_save(ctx, stages, layer, residual is not None) if backs else _Saves(False, False, None)
         want = _wanted(stages.plan, layer)
-        kept_y: Any = y if saves.y else None
+        kept_y: Any = None
         if norm is not None and training:
-            source, normalized, made = _at_once(y, of_batch(norm, bias), added, call, stages, want, saves)
-            mask, kept_y = made.mask, kept_y if made.kept is None else made.kept
+            product = operands or channels_last(call.products.float_output(numbers(x), weight))
+            source, normalized, made = _at_once(product, of_batch(norm, bias), added, call, stages, want, saves)
+            mask, kept_y = made.mask, made.kept
         else:
+            y = call.products.output(*operands) if operands else call.products.float_output(numbers(x), weight)
             normalized = folded(norm, bias, weight)
-            source = Source(y, normalized.a, normalized.b, added, activation, call.strides)
+            source = Source(channels_last(y), normalized.a, normalized.b, added, activation, call.strides)
             mask = _write(source, want, saves.mask)
+        if saves.y and kept_y is None:
+            kept_y = source.x
         source.joins = want.joins
         if backs:
             ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
@@ -167,11 +171,24 @@ def _wanted(plan: BlockPlan, layer: Any) -> _Wanted:
 
 
 def _at_once(
-    y: Tensor, norm: ops.BatchNorm, added: ops.Residual, call: Call, stages: Stages, want: _Wanted, saves: _Saves
+    product: Tensor | tuple[QTensor, QTensor],
+    norm: ops.BatchNorm,
+    added: ops.Residual,
+    call: Call,
+    stages: Stages,
+    want: _Wanted,
+    saves: _Saves,
 ) -> tuple[Source, Normalized, ops.Normalized]:
-    """The norm by the batch's statistics and the pass that writes what is wanted: the block's source, its norm, the pass."""
-    wants = {"want_int8": want.int8, "want_float": want.floats, "want_mask": saves.mask}
-    a, b, mean, invstd, peak, made = ops.normalize_batch(y, norm, added, stages.activation, **wants, keep=saves.keep)
+    """The norm by the batch's statistics and the pass that writes what is wanted: the block's source, its norm, the pass.
+
+    `product` is the convolution's output, or what it is the product of.
+    """
+    wants: dict[str, Any] = {"want_int8": want.int8, "want_float": want.floats, "want_mask": saves.mask, "keep": saves.keep}
+    if isinstance(product, Tensor):
+        y, batch = product, ops.normalize_batch(product, norm, added, stages.activation, **wants)
+    else:
+        y, batch = call.products.normalized_output(*product, norm, added, stages.activation, **wants)
+    a, b, mean, invstd, peak, made = batch
     source = Source(y, a, b, added, stages.activation, call.strides, peak)
     source.keep(peak, made)
     return source, Normalized(a, b, mean, invstd), made

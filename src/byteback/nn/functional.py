@@ -43,7 +43,8 @@ class Int8Product(Function):
     ) -> Tensor:
         # needs_input_grad stays true under no_grad, where no backward will come.
         for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
-        output, kept = forward_product(x, weight, layer, products, slot, for_input, for_weight)
+        operands, kept = forward_operands(x, weight, layer, slot, for_input, for_weight)
+        output = products.output(*operands) if operands is not None else products.float_output(numbers(x), weight)
         if source_of(x) is not None and not layout.is_channels_last(x) and not layout.is_channels_last(weight):
             output = output.contiguous()  # a block's integers lie channels last, whatever the model's memory format
         ctx.layer, ctx.products, ctx.slot, ctx.training = layer, products, slot, layer.training
@@ -95,27 +96,25 @@ class FloatGradient(NamedTuple):
         return magnitude.float_pair(rule, self.tensor, *before, key, want_one=want_one)
 
 
-def forward_product(
-    x: Tensor, weight: Tensor, layer: Int8Layer, products: Products, slot: int, for_input: bool, for_weight: bool
-) -> tuple[Tensor, Operands]:
-    """The output, and what its gradients will need."""
+def forward_operands(
+    x: Tensor, weight: Tensor, layer: Int8Layer, slot: int, for_input: bool, for_weight: bool
+) -> tuple[tuple[QTensor, QTensor] | None, Operands]:
+    """What the output is the product of (None where it runs in float), and what its gradients will need."""
     int8_output, int8_input, int8_weight = (layer.runs_int8(product) for product in ("output", "grad_input", "grad_weight"))
     x_q = w_q = None
     if int8_output or (for_weight and int8_weight):
         x_q = _quantize_input(layer, x, slot, for_weight and int8_weight)
     if int8_output or (for_input and int8_input):
         w_q = weight_as_int8(layer, weight, predicts=not (for_input or for_weight))
+    operands = None
     if int8_output:
         assert x_q is not None and w_q is not None
-        output = products.output(x_q, w_q)
-    else:
-        output = products.float_output(numbers(x), weight)
+        operands = x_q, w_q
     x_kept = x_q if x_q is not None and for_weight and int8_weight else (None, None)
     w_kept = w_q if w_q is not None and for_input and int8_input else (None, None)
     x_float = numbers(x) if for_weight and not int8_weight else None
     w_float = weight if for_input and not int8_input else None
-    kept = Operands(x_kept[0], x_kept[1], w_kept[0], w_kept[1], x_float, w_float)
-    return output, kept
+    return operands, Operands(x_kept[0], x_kept[1], w_kept[0], w_kept[1], x_float, w_float)
 
 
 def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> tuple[QTensor, QTensor]:

@@ -10,7 +10,7 @@ The int8 ones take QTensors, the float ones serve what a recipe keeps in float.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ class ConvProducts(NamedTuple):
 
     def output(self, x: QTensor, w: QTensor) -> Tensor:
         return ops.conv_int8(x.values, x.scale, w.values, w.scale, *self)
+
+    def normalized_output(
+        self, x: QTensor, w: QTensor, norm: ops.BatchNorm, residual: ops.Residual, activation: str, **wants: Any
+    ) -> tuple[Tensor, ops.NormalizedBatch]:
+        """The output, channels last, and its norm by the batch's own statistics."""
+        operands = x.values, x.scale, w.values, w.scale
+        return ops.conv_normalize_batch(*operands, self, norm, residual, activation, **wants)
 
     def grad_input(self, g: QTensor, w: QTensor, input_size: list[int]) -> Tensor:
         return ops.conv_int8_grad_input(g.values, g.scale, w.values, w.scale, input_size, *self)

@@ -3,7 +3,7 @@
 
 Read `limits.py` (the contract's numbers), `scale_rule.py` (what may be multiplied with what), `reference.py` and
 `statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema*.py` (how PyTorch sees them);
-`normalize.py`, `normalize_grad.py`, `batch.py`, `finished.py` and `pairs.py` for the passes of the fused block around a
+`normalize*.py`, `batch.py`, `batch_grad.py`, `finished.py` and `pairs.py` for the passes of the fused block around a
 convolution, which are plain functions, and `coefficients.py`, `magnitude.py`, `ledger.py`, `fingerprint.py` for the small
 arithmetic between them.
 
@@ -18,7 +18,8 @@ import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
 from byteback.ops import schema_products, schema_quantize
-from byteback.ops.batch import BatchNorm, normalize_batch, normalize_grad_batch
+from byteback.ops.batch import BatchNorm, NormalizedBatch, conv_normalize_batch, normalize_batch
+from byteback.ops.batch_grad import normalize_grad_batch
 from byteback.ops.coefficients import Coefficients, gradient_sums, norm_coefficients, norm_folded, norm_gradient
 from byteback.ops.finished import conv_normalize
 from byteback.ops.normalize import (
@@ -56,6 +57,7 @@ __all__ = [
     "GradientParts",
     "Into",
     "Normalized",
+    "NormalizedBatch",
     "Quantized",
     "Residual",
     "SMOOTH",
@@ -65,6 +67,7 @@ __all__ = [
     "conv_int8_grad_input",
     "conv_int8_grad_weight",
     "conv_normalize",
+    "conv_normalize_batch",
     "cosine_slope_terms",
     "cosine_terms",
     "dot_terms",

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes of a block whose norm uses its batch, one call for each direction.
+"""The forward passes of a block whose norm uses its batch, in one call.
 
     normalize_batch       channel_stats, norm_coefficients, (normalize_peak), normalize
-    normalize_grad_batch  normalize_grad_sums, norm_gradient, (gradient_sums)
+    conv_normalize_batch  conv_int8 and normalize_batch
 
 That is the definition, and the bits are the same: the native library takes these steps one after the other without coming
-back to Python, which for a small layer would take longer than a pass.
+back to Python, which for a small layer would take longer than a pass. A large output is counted on its way to memory
+(csrc/statistics_epilogue_avx2.cpp) and not read for it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.ops import native, pool
-from byteback.ops.coefficients import CEILINGS, are_plain, gradient_sums, norm_coefficients, norm_gradient
+from byteback.ops import eager, native, native_kernels, pool, schema_products
+from byteback.ops.coefficients import CEILINGS, are_plain, norm_coefficients
+from byteback.ops.finished import last_strides
 from byteback.ops.layout import is_last_dense
 from byteback.ops.normalize import Kept, Normalized, Residual, channel_stats, normalize, normalize_peak
-from byteback.ops.normalize_checks import check_activation, check_gate, check_kept, check_tensor, path_for
-from byteback.ops.normalize_grad import normalize_grad_sums
-from byteback.ops.normalize_native import backward_numbers, kept_numbers, residual_numbers
+from byteback.ops.normalize_checks import check_activation, path_for
+from byteback.ops.normalize_native import kept_numbers, residual_numbers
+from byteback.ops.normalize_reference import channels_last
 
 _library: Any = native.library
 _float32, _float64, _empty = torch.float32, torch.float64, torch.empty
@@ -50,17 +52,6 @@ class NormalizedBatch(NamedTuple):
     made: Normalized
 
 
-class BatchGradient(NamedTuple):
-    """What norm_gradient gives; the masked gradient, and Σdx and Σdx² (gradient_sums), if they were asked for."""
-
-    q: Tensor
-    r: Tensor
-    gamma: Tensor
-    beta: Tensor
-    masked: Tensor | None
-    sums: tuple[Tensor, Tensor] | None
-
-
 def normalize_batch(
     x: Tensor,
     norm: BatchNorm,
@@ -84,11 +75,77 @@ def normalize_batch(
     >>> result.peak.item(), result.made.output.tolist(), result.made.values.tolist()
     (1.0, [[0.0], [1.0]], [[0], [127]])
     """
-    known = residual is None and activation in CEILINGS
-    vectors = (norm.gamma, norm.beta, norm.bias, *(norm.running or (None, None)))
+    vectors = _vectors(norm)
     path = native.number()
     if path is None or not _is_ready(x, vectors, residual):
-        return _step_by_step(x, norm, residual, activation, known, want_int8, want_float, want_mask, keep)
+        return _step_by_step(x, norm, residual, activation, want_int8, want_float, want_mask, keep)
+    request, made, alive = _request(x, norm, vectors, residual, activation, want_int8, want_float, want_mask, keep)
+    _library.normalize_batch(path, *request)
+    del alive
+    return made
+
+
+def conv_normalize_batch(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    geometry: tuple[Any, ...],
+    norm: BatchNorm,
+    residual: Residual,
+    activation: str,
+    *,
+    want_int8: bool,
+    want_float: bool,
+    want_mask: bool,
+    keep: str | None = None,
+) -> tuple[Tensor, NormalizedBatch]:
+    """y = conv_int8(x, x_scale, w, w_scale, *geometry), channels last, and normalize_batch(y, norm, ...).
+
+    >>> x, w = torch.tensor([[[[1, 3]]]], dtype=torch.int8), torch.tensor([[[[1]]]], dtype=torch.int8)
+    >>> one = torch.ones(1, 1, 1, 1)
+    >>> norm, flat = BatchNorm(None, None, None, 0.0, None, 0.1), ((1, 1), (0, 0), (1, 1), 1)
+    >>> wants = {"want_int8": False, "want_float": True, "want_mask": False}
+    >>> y, result = conv_normalize_batch(x, one, w, one, flat, norm, None, "relu", **wants)
+    >>> y.flatten().tolist(), result.made.output.flatten().tolist()
+    ([1.0, 3.0], [0.0, 1.0])
+    """
+    vectors = _vectors(norm)
+    path = path_for(x, x_scale, w, w_scale)
+    # Whoever watches operators, such as the profiler, shall see the product.
+    if path is not None and w.numel() and eager.is_plain((x, x_scale, w, w_scale)):
+        product = schema_products.output_plan(x, x_scale, w, w_scale, *geometry)
+        y = pool.empty(product.size, last_strides(product.size), _float32)
+        if _is_ready(y, vectors, residual):
+            x, w, scales, strides, factors = native_kernels.laid_out(path, product, x, x_scale, w, w_scale)
+            request, made, alive = _request(y, norm, vectors, residual, activation, want_int8, want_float, want_mask, keep)
+            operands = product.shape, x.data_ptr(), w.data_ptr(), scales, strides
+            native.last_kernel = _library.conv_normalize_batch(path, *operands, *request)
+            del factors, alive
+            return y, made
+    y = channels_last(schema_products.conv_int8(x, x_scale, w, w_scale, *geometry))
+    return y, normalize_batch(
+        y, norm, residual, activation, want_int8=want_int8, want_float=want_float, want_mask=want_mask, keep=keep
+    )
+
+
+def _vectors(norm: BatchNorm) -> tuple[Tensor | None, ...]:
+    return norm.gamma, norm.beta, norm.bias, *(norm.running or (None, None))
+
+
+def _request(
+    x: Tensor,
+    norm: BatchNorm,
+    vectors: tuple[Tensor | None, ...],
+    residual: Residual,
+    activation: str,
+    want_int8: bool,
+    want_float: bool,
+    want_mask: bool,
+    keep: str | None,
+) -> tuple[tuple[Any, ...], NormalizedBatch, Tensor]:
+    """What the native library is told, the result that it will fill, and what else must live until it has."""
+    known = _tells_its_peak(residual, activation)
     channels = x.shape[1]
     rows = x.numel() // channels
     a, b, peak = _empty(channels, dtype=_float32), _empty(channels, dtype=_float32), _empty((), dtype=_float32)
@@ -100,12 +157,12 @@ def normalize_batch(
     if want_float:
         output = pool.empty(x.shape, x.stride(), _float32)
     if want_mask and activation in CEILINGS:
-        mask = _empty((rows, (channels + 7) // 8), dtype=torch.uint8)
+        width = (channels + 7) // 8
+        mask = pool.empty((rows, width), (width, 1), torch.uint8)
     kept = _place_for(x, keep)
     place, kind, step, centre = kept_numbers(kept)
     results = (a, b, mean, invstd, peak, values, scale, counts, output, mask)
-    _library.normalize_batch(
-        path,
+    request = (
         (rows, channels, x.data_ptr(), *[0 if v is None else v.data_ptr() for v in vectors], *residual_numbers(residual)),
         norm.eps,
         norm.momentum,
@@ -114,11 +171,16 @@ def normalize_batch(
         CEILINGS.get(activation, math.inf),
         known,
         kind,
-        [*(0 if result is None else result.data_ptr() for result in results), place, step, centre],
+        [*[0 if result is None else result.data_ptr() for result in results], place, step, centre],
         torch.get_num_threads(),
     )
     made = Normalized(values, scale, output, mask, counts, kept)
-    return NormalizedBatch(a, b, mean, invstd, peak if known or want_int8 else None, made)
+    return request, NormalizedBatch(a, b, mean, invstd, peak if known or want_int8 else None, made), peak
+
+
+def _tells_its_peak(residual: Residual, activation: str) -> bool:
+    """Whether the extremes of each channel tell the largest value of the result."""
+    return residual is None and activation in CEILINGS
 
 
 def _place_for(x: Tensor, keep: str | None) -> Kept | None:
@@ -151,12 +213,12 @@ def _step_by_step(
     norm: BatchNorm,
     residual: Residual,
     activation: str,
-    known: bool,
     want_int8: bool,
     want_float: bool,
     want_mask: bool,
     keep: str | None,
 ) -> NormalizedBatch:
+    known = _tells_its_peak(residual, activation)
     stats, count = channel_stats(x), x.numel() // max(x.shape[1], 1)
     gamma, beta, bias, eps, running, momentum = norm
     a, b, mean, invstd, peak = norm_coefficients(stats, count, gamma, beta, bias, eps, running, momentum, activation)
@@ -169,54 +231,3 @@ def _step_by_step(
         wants: dict[str, Any] = {"want_float": want_float, "want_mask": want_mask, "keep": keep, **extremes}
         made = normalize(x, a, b, residual, activation, clip, **wants)
     return NormalizedBatch(a, b, mean, invstd, peak if known or want_int8 else None, made)
-
-
-def normalize_grad_batch(
-    g: Tensor,
-    x: Kept,
-    a: Tensor,
-    b: Tensor,
-    mask: Tensor | None,
-    activation: str,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-    *,
-    want_masked: bool,
-    want_sums: bool,
-) -> BatchGradient:
-    """From the gradient of the result to q and r of x's gradient and to those of gamma and beta; arguments as in the steps.
-
-    >>> g, x, one = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [-1.0]]), torch.ones(1)
-    >>> wants = {"want_masked": False, "want_sums": False}
-    >>> made = normalize_grad_batch(g, x, one, one, None, "none", one.double(), one.double(), 0.0, **wants)
-    >>> made.beta.item(), made.gamma.item()
-    (3.0, -2.0)
-    """
-    op = "normalize_grad_batch"
-    path = path_for(g, *(x if isinstance(x, tuple) else (x,)), a, b, mask, mean, invstd)
-    channels = g.shape[1]
-    dense = all(v.is_contiguous() and v.numel() == channels for v in (a, mean, invstd))
-    if path is None or not dense or mean.dtype is not _float64 or invstd.dtype is not _float64:
-        seen = normalize_grad_sums(g, x, a, b, mask, activation, want_masked=want_masked, want_squares=want_sums)
-        count = g.numel() // max(channels, 1)
-        q, r, gamma, beta = norm_gradient(a, mean, invstd, seen.total, seen.dot, count)
-        sums = None
-        if seen.squares is not None:
-            sums = gradient_sums(a, q, r, mean, invstd, eps, seen.total, seen.dot, seen.squares, count)
-        return BatchGradient(q, r, gamma, beta, seen.masked, sums)
-    g = check_tensor(op, "g", g)
-    x = check_kept(op, x, g)
-    gate = check_gate(op, g, a, b, mask, activation)
-    masked = pool.empty(g.shape, g.stride(), _float32) if want_masked else None
-    q, r, gamma, beta = (_empty(channels, dtype=_float32) for _ in range(4))
-    sums = (_empty(channels, dtype=_float64), _empty(channels, dtype=_float64)) if want_sums else None
-    _library.normalize_grad_batch(
-        path,
-        backward_numbers(g, x, *gate, activation),
-        (a.data_ptr(), mean.data_ptr(), invstd.data_ptr()),
-        eps,
-        [0 if to is None else to.data_ptr() for to in (q, r, gamma, beta, masked, *(sums or (None, None)))],
-        torch.get_num_threads(),
-    )
-    return BatchGradient(q, r, gamma, beta, masked, sums)

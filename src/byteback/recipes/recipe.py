@@ -71,7 +71,7 @@ class Recipe:
     eval_clip: str = "tracked"
     momentum: float = 0.1
     observe_every: int = 10
-    norm_memory: str = "float32"
+    norm_memory: str = "int8"
     residual_memory: str = "float32"
 
     def __post_init__(self) -> None:
