@@ -52,6 +52,10 @@ def _flat(batch: Any) -> tuple[Any, ...]:
     return (*batch[:5], *batch.made)
 
 
+def _product(y: Tensor, batch: Any) -> tuple[Any, ...]:
+    return (y, *_flat(batch))
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "conv_int8": lambda: ops.conv_int8(X, S4, W, S4, *GEOMETRY),
     "conv_int8_deep": lambda: ops.conv_int8(i8(2, 1100, 6, 6), S4, i8(8, 1100, 3, 3, seed=3), S4, *GEOMETRY),
@@ -92,6 +96,13 @@ CALLS: dict[str, Callable[[], Any]] = {
             want_int8=True,
             want_float=True,
             want_mask=True,
+        )
+    ),
+    "conv_normalize_batch": lambda: _product(
+        *ops.conv_normalize_batch(
+            *(i8(8, 32, 40, 40), S4, i8(192, 32, 1, 1, seed=5), S4, ([1, 1], [0, 0], [1, 1], 1)),
+            *(ops.BatchNorm(floats(192), None, None, 1e-5, None, 0.1), None, "relu"),
+            **{"want_int8": True, "want_float": True, "want_mask": True, "keep": "bfloat16"},
         )
     ),
     "gradient_sums": lambda: ops.gradient_sums(*V[:3], *(v.double() for v in V[3:]), 1e-5, *(v.double() for v in V[:3]), 99),
