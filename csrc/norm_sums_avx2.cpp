@@ -2,8 +2,11 @@
 // The passes of norm.h that gather something for each channel; norm_generic.cpp says the same in plain words.
 #include <immintrin.h>
 
+#include <utility>
+
 #include "avx2.h"
 #include "norm_gradient_avx2.h"
+#include "norm_stats_avx2.h"
 
 namespace byteback::avx2 {
 
@@ -12,37 +15,16 @@ namespace {
 struct StatsKernel {
     const f32* x;
     s64 channels;
-    std::vector<f32> low, high;  // of what is not NaN
+    ChannelStats stats;
 
-    StatsKernel(const f32* from, s64 all_channels)
-        : x(from), channels(all_channels), low(round_up(channels, 16), std::numeric_limits<f32>::infinity()),
-          high(round_up(channels, 16), -std::numeric_limits<f32>::infinity()) {}
+    StatsKernel(const f32* from, s64 all_channels) : x(from), channels(all_channels), stats(channels) {}
 
     template <int V, class Lanes>
     BYTEBACK_INLINE void columns(const Piece& piece, s64 c, Lanes lanes) {
-        Sums<V> total(piece.sums + c, piece.fresh), squares(piece.sums + piece.padded + c, piece.fresh);
-        __m256 least[V], most[V];
-        for (int v = 0; v < V; ++v) {
-            least[v] = _mm256_loadu_ps(low.data() + c + 8 * v);
-            most[v] = _mm256_loadu_ps(high.data() + c + 8 * v);
-        }
-        const f32* from = x + piece.row * channels + c;
-        for (s64 i = 0; i < piece.rows; ++i, from += channels) {
-            piece.fetch(x, c, i);
-            for (int v = 0; v < V; ++v) {
-                const __m256 value = lanes.load(from + 8 * v);
-                const Wide wide = lanes.wide(from + 8 * v, value);
-                total.add(v, wide);
-                squares.add_product(v, wide, wide);
-                least[v] = _mm256_min_ps(value, least[v]);  // the second operand if one is NaN
-                most[v] = _mm256_max_ps(value, most[v]);
-            }
-        }
-        total.save(piece.sums + c, piece.missing), squares.save(piece.sums + piece.padded + c, piece.missing);
-        for (int v = 0; v < V; ++v) {
-            _mm256_storeu_ps(low.data() + c + 8 * v, least[v]);
-            _mm256_storeu_ps(high.data() + c + 8 * v, most[v]);
-        }
+        const auto fetch = [&](s64 i, int v, __m256) __attribute__((always_inline)) {
+            if (v == 0) piece.fetch(x, c, i);
+        };
+        stats.template columns<V>(piece, c, x + piece.row * channels, channels, lanes, fetch);
     }
 };
 
@@ -206,27 +188,12 @@ struct JoinedTails {
 }  // namespace
 
 void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* squares, f32* low, f32* high, int threads) {
-    const size_t width = static_cast<size_t>(channels), most_threads = threads > 1 ? threads : 1;
-    std::vector<f32> lows(most_threads * width, std::numeric_limits<f32>::infinity());
-    std::vector<f32> highs(most_threads * width, -std::numeric_limits<f32>::infinity());
+    std::vector<ChannelStats> seen(static_cast<size_t>(threads > 1 ? threads : 1), ChannelStats(channels));
     f64* const sums[2] = {total, squares};
     walk_columns<2>(
         rows, channels, sums, threads, [&] { return StatsKernel(x, channels); },
-        [&](int thread, const StatsKernel& kernel) {
-            std::memcpy(lows.data() + thread * width, kernel.low.data(), width * sizeof(f32));
-            std::memcpy(highs.data() + thread * width, kernel.high.data(), width * sizeof(f32));
-        });
-    for (size_t c = 0; c < width; ++c) {
-        f32 least = lows[c], most = highs[c];
-        for (size_t i = c; i < lows.size(); i += width) {
-            least = lows[i] < least ? lows[i] : least;
-            most = highs[i] > most ? highs[i] : most;
-        }
-        // A sum of squares is NaN only if an element is. Adding +0 leaves one kind of zero.
-        const f32 nan = std::numeric_limits<f32>::quiet_NaN();
-        low[c] = squares[c] != squares[c] ? nan : least + 0.0f;
-        high[c] = squares[c] != squares[c] ? nan : most + 0.0f;
-    }
+        [&](int thread, StatsKernel& kernel) { seen[static_cast<size_t>(thread)] = std::move(kernel.stats); });
+    write_extremes(seen, channels, squares, low, high);
 }
 
 void normalize_grad_sums(const Backward& from, f64* total, f64* dot, f64* squares, f32* masked, int threads) {

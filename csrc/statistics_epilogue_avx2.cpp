@@ -7,20 +7,11 @@
 #include <immintrin.h>
 
 #include "epilogue.h"
-#include "norm_rows_avx2.h"
+#include "norm_stats_avx2.h"
 
 namespace byteback::avx2 {
 
 namespace {
-
-struct Own {
-    std::vector<f32> low, high;  // of what is not NaN
-    s64 next = -1;               // the row after those that the thread saw last, if it has counted all of their block
-
-    explicit Own(s64 padded)
-        : low(static_cast<size_t>(padded), std::numeric_limits<f32>::infinity()),
-          high(static_cast<size_t>(padded), -std::numeric_limits<f32>::infinity()) {}
-};
 
 struct BlockSumsTag {};
 
@@ -28,69 +19,51 @@ struct State {
     s64 rows, channels, padded;
     f32* to;
     bool stream;
-    f64* sums;              // [block][sum][channel]
-    std::vector<u8> whole;  // which blocks are counted
-    std::vector<Own> owns;  // of the threads
+    f64* sums;                        // [block][sum][channel]
+    std::vector<u8> whole;            // which blocks are counted
+    std::vector<ChannelStats> stats;  // of the threads
+    std::vector<s64> next;            // the row after those that a thread saw last, if it has counted all of their block
 
-    State(s64 all_rows, s64 all_channels, f32* y, int threads)
+    State(s64 all_rows, s64 all_channels, f32* y, size_t threads)
         : rows(all_rows), channels(all_channels), padded(round_up(channels, 16)), to(y),
           stream(should_stream(y, rows, channels, 16)),
           sums(reinterpret_cast<f64*>(scratch<BlockSumsTag>(static_cast<size_t>(blocks() * 2 * padded) * sizeof(f64)))),
-          whole(static_cast<size_t>(blocks()), 0),
-          owns(static_cast<size_t>(threads > 1 ? threads : 1), Own(padded)) {}
+          whole(static_cast<size_t>(blocks()), 0), stats(threads, ChannelStats(channels)), next(threads, -1) {}
 
     s64 blocks() const { return ceil_div(rows, kStatisticsBlock); }
     s64 end_of(s64 block) const { return std::min((block + 1) * kStatisticsBlock, rows); }
 
     // `count` rows of one block, from `row` on, at `from`: counted, and copied where `copies` says so.
     template <bool copies>
-    void count_rows(Own& own, s64 row, s64 count, const f32* from) {
+    void count_rows(size_t thread, s64 row, s64 count, const f32* from) {
         const s64 block = row / kStatisticsBlock, last = end_of(block);
         const bool missing = row + count == last && last % kStatisticsBlock != 0;
         const Piece piece{row, count, sums + block * 2 * padded, padded, row % kStatisticsBlock == 0, missing, 0};
         s64 c = 0;
-        for (; c + 16 <= channels; c += 16) columns<2, copies>(own, piece, from, c, AllLanes{});
-        for (; c + 8 <= channels; c += 8) columns<1, copies>(own, piece, from, c, AllLanes{});
-        if (c < channels) columns<1, copies>(own, piece, from, c, FirstLanes(channels - c));
-        own.next = row + count;
-        if (own.next == last) whole[static_cast<size_t>(block)] = 1;
+        for (; c + 16 <= channels; c += 16) columns<2, copies>(stats[thread], piece, from, c, AllLanes{});
+        for (; c + 8 <= channels; c += 8) columns<1, copies>(stats[thread], piece, from, c, AllLanes{});
+        if (c < channels) columns<1, copies>(stats[thread], piece, from, c, FirstLanes(channels - c));
+        next[thread] = row + count;
+        if (row + count == last) whole[static_cast<size_t>(block)] = 1;
     }
 
     template <int V, bool copies, class Lanes>
-    BYTEBACK_INLINE void columns(Own& own, const Piece& piece, const f32* from, s64 c, Lanes lanes) {
-        Sums<V> total(piece.sums + c, piece.fresh), squares(piece.sums + piece.padded + c, piece.fresh);
-        __m256 least[V], most[V];
-        for (int v = 0; v < V; ++v) {
-            least[v] = _mm256_loadu_ps(own.low.data() + c + 8 * v);
-            most[v] = _mm256_loadu_ps(own.high.data() + c + 8 * v);
-        }
-        f32* out = to + piece.row * channels + c;
-        from += c;
-        for (s64 i = 0; i < piece.rows; ++i, from += channels, out += channels)
-            for (int v = 0; v < V; ++v) {
-                const __m256 value = lanes.load(from + 8 * v);
-                const Wide wide = lanes.wide(from + 8 * v, value);
-                total.add(v, wide);
-                squares.add_product(v, wide, wide);
-                least[v] = _mm256_min_ps(value, least[v]);  // the second operand if one is NaN
-                most[v] = _mm256_max_ps(value, most[v]);
-                if constexpr (copies) put(out + 8 * v, value, stream, lanes);
-            }
-        total.save(piece.sums + c, piece.missing), squares.save(piece.sums + piece.padded + c, piece.missing);
-        for (int v = 0; v < V; ++v) {
-            _mm256_storeu_ps(own.low.data() + c + 8 * v, least[v]);
-            _mm256_storeu_ps(own.high.data() + c + 8 * v, most[v]);
-        }
+    BYTEBACK_INLINE void columns(ChannelStats& own, const Piece& piece, const f32* from, s64 c, Lanes lanes) {
+        f32* const out = to + piece.row * channels + c;
+        const auto copy = [&](s64 i, int v, __m256 value) __attribute__((always_inline)) {
+            if constexpr (copies) put(out + i * channels + 8 * v, value, stream, lanes);
+        };
+        own.template columns<V>(piece, c, from, channels, lanes, copy);
     }
 };
 
 void take(const Epilogue& all, s64 row, s64 rows, s64, s64, const f32* y) {
     State& state = *static_cast<State*>(all.state);
-    Own& own = state.owns[static_cast<size_t>(omp_get_thread_num())];
+    const size_t thread = static_cast<size_t>(omp_get_thread_num());
     for (const s64 end = row + rows; row < end;) {
         const s64 count = std::min(state.end_of(row / kStatisticsBlock), end) - row;
-        if (row % kStatisticsBlock == 0 || row == own.next)
-            state.count_rows<true>(own, row, count, y);
+        if (row % kStatisticsBlock == 0 || row == state.next[thread])
+            state.count_rows<true>(thread, row, count, y);
         else
             std::memcpy(state.to + row * state.channels, y, static_cast<size_t>(count * state.channels) * sizeof(f32));
         row += count;
@@ -103,7 +76,7 @@ void take(const Epilogue& all, s64 row, s64 rows, s64, s64, const f32* y) {
 
 void with_statistics(s64 rows, s64 channels, f32* y, const Statistics& to, int threads, void (*body)(const Epilogue&, void*),
                      void* context) {
-    State state(rows, channels, y, threads);
+    State state(rows, channels, y, static_cast<size_t>(threads > 1 ? threads : 1));
     Epilogue epilogue{};
     epilogue.from.rows = rows, epilogue.from.channels = channels;
     epilogue.to.output = y, epilogue.to.pitch = channels;
@@ -112,22 +85,12 @@ void with_statistics(s64 rows, s64 channels, f32* y, const Statistics& to, int t
     for (s64 block = 0; block < state.blocks(); ++block) {
         const s64 first = block * kStatisticsBlock;
         if (!state.whole[static_cast<size_t>(block)])
-            state.count_rows<false>(state.owns[0], first, state.end_of(block) - first, y + first * channels);
+            state.count_rows<false>(0, first, state.end_of(block) - first, y + first * channels);
     }
     add_tree(state.sums, state.blocks(), 2 * state.padded, threads);
     std::memcpy(to.total, state.sums, static_cast<size_t>(channels) * sizeof(f64));
     std::memcpy(to.squares, state.sums + state.padded, static_cast<size_t>(channels) * sizeof(f64));
-    for (s64 c = 0; c < channels; ++c) {
-        f32 least = std::numeric_limits<f32>::infinity(), most = -least;
-        for (const Own& own : state.owns) {
-            least = own.low[static_cast<size_t>(c)] < least ? own.low[static_cast<size_t>(c)] : least;
-            most = own.high[static_cast<size_t>(c)] > most ? own.high[static_cast<size_t>(c)] : most;
-        }
-        // A product of integers is never NaN, but its scale may be. Adding +0 leaves one kind of zero.
-        const f32 nan = std::numeric_limits<f32>::quiet_NaN();
-        to.low[c] = to.squares[c] != to.squares[c] ? nan : least + 0.0f;
-        to.high[c] = to.squares[c] != to.squares[c] ? nan : most + 0.0f;
-    }
+    write_extremes(state.stats, channels, to.squares, to.low, to.high);
 }
 
 }  // namespace byteback::avx2
