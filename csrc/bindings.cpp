@@ -43,15 +43,13 @@ Rows rows_of(const RowNumbers& n) { return {n[0], n[1], n[2], n[3], n[4], n[5]};
 
 using Product = const char* (*)(Path, const ConvShape&, const s8*, const s8*, Factor, f32*, int);
 
-// second: 0 where `first` holds the whole factor; else both are single scales, whose product it is. Two numbers are not worth
-// a tensor operation of the caller's.
 template <Product product>
 const char* run_product(int path, const ShapeNumbers& shape, Address a, Address b, Address first, Address second, s64 row,
                         s64 column, Address result, int threads) {
     nb::gil_scoped_release unlocked;
-    const f32 single = second ? *at<const f32>(first) * *at<const f32>(second) : 0.0f;
-    const Factor f{second ? &single : at<const f32>(first), row, column};
-    return product(static_cast<Path>(path), shape_of(shape), at<const s8>(a), at<const s8>(b), f, at<f32>(result), threads);
+    const GivenFactor factor(first, second, row, column);
+    return product(static_cast<Path>(path), shape_of(shape), at<const s8>(a), at<const s8>(b), factor.get(), at<f32>(result),
+                   threads);
 }
 
 std::tuple<std::string, std::string> explain(int path, int kind, const ShapeNumbers& shape) {

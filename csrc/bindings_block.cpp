@@ -78,21 +78,20 @@ void normalize_batch(int path, const BatchFrom& from, f64 eps, f64 momentum, int
 }
 
 // The same of a convolution's output, which is written to from[2] and counted on the way where a kernel can. The kernel's name.
-// Scales as in bindings.cpp's run_product.
+// Scales as in shape_numbers.h's GivenFactor.
 const char* conv_normalize_batch(int path, const ShapeNumbers& numbers, Address x, Address w, const std::array<Address, 2>& scales,
                                  const std::array<s64, 2>& strides, const BatchFrom& from, f64 eps, f64 momentum, int activation,
                                  bool floor, f32 ceiling, bool peak_is_known, int kept, const BatchTo& to, int threads) {
     nb::gil_scoped_release unlocked;
     const ConvShape shape = shape_of(numbers);
-    const f32 single = scales[1] ? *at<const f32>(scales[0]) * *at<const f32>(scales[1]) : 0.0f;
-    const Factor factor{scales[1] ? &single : at<const f32>(scales[0]), strides[0], strides[1]};
+    const GivenFactor factor(scales[0], scales[1], strides[0], strides[1]);
     OwnStatistics own(shape.out_channels);
     const Statistics s = own.places();
     f32* y = at<f32>(from[2]);
     const Path chosen = static_cast<Path>(path);
-    const char* kernel = conv_counted(chosen, shape, at<const s8>(x), at<const s8>(w), factor, y, s, threads);
+    const char* kernel = conv_counted(chosen, shape, at<const s8>(x), at<const s8>(w), factor.get(), y, s, threads);
     if (!kernel) {
-        kernel = conv_output(chosen, shape, at<const s8>(x), at<const s8>(w), factor, y, threads);
+        kernel = conv_output(chosen, shape, at<const s8>(x), at<const s8>(w), factor.get(), y, threads);
         BYTEBACK_CALL(channel_stats, shape.batch * shape.out_pixels(), shape.out_channels, y, s.total, s.squares, s.low, s.high,
                       threads);
     }

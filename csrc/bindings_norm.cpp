@@ -79,7 +79,7 @@ void pack_norm(int path, s64 rows, s64 channels, Address x, Address kept, int ki
 }
 
 // The output of a convolution and `normalize` of it, which is never written. The kernel's name; empty where none can do that.
-// Scales as in bindings.cpp's run_product.
+// Scales as in shape_numbers.h's GivenFactor.
 std::string conv_normalize(int path, const ShapeNumbers& numbers, Address x, Address w, const std::array<Address, 2>& scales,
                            const std::array<s64, 2>& strides, const std::array<Address, 4>& vectors, int activation, Address clip,
                            Address values, Address scale, Address counts, Address output, s64 pitch, int threads) {
@@ -93,9 +93,8 @@ std::string conv_normalize(int path, const ShapeNumbers& numbers, Address x, Add
         int threads;
         const char* kernel;
     };
-    const f32 single = scales[1] ? *at<const f32>(scales[0]) * *at<const f32>(scales[1]) : 0.0f;
-    const Factor factor{scales[1] ? &single : at<const f32>(scales[0]), strides[0], strides[1]};
-    Call call{static_cast<Path>(path), shape_of(numbers), at<const s8>(x), at<const s8>(w), factor, threads, nullptr};
+    const GivenFactor factor(scales[0], scales[1], strides[0], strides[1]);
+    Call call{static_cast<Path>(path), shape_of(numbers), at<const s8>(x), at<const s8>(w), factor.get(), threads, nullptr};
     if (call.path == Path::generic) return "";
     const s64 rows = call.shape.batch * call.shape.out_pixels(), channels = call.shape.out_channels;
     const f32 bound = clip ? *at<const f32>(clip) : 0.0f;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A convolution as plain integers, as Python hands it over (ops/native_kernels.py). Only for bindings*.cpp.
+// A convolution and its factor as plain numbers, as Python hands them over (ops/native_kernels.py). Only for bindings*.cpp.
 #pragma once
 
 #include <algorithm>
 #include <array>
 
+#include "address.h"
 #include "types.h"
 
 namespace byteback {
@@ -17,5 +18,25 @@ inline ConvShape shape_of(const ShapeNumbers& n) {
     for (size_t i = 0; i < 6; ++i) std::copy_n(n.begin() + 4 + 3 * static_cast<long>(i), 3, *arrays[i]);
     return s;
 }
+
+namespace {
+
+// What a product's integers are multiplied by. second: 0 where `first` holds the whole factor; else both are single scales,
+// whose product it is: two numbers are not worth a tensor operation of the caller's. The Factor points into this object.
+class GivenFactor {
+public:
+    GivenFactor(Address first, Address second, s64 row, s64 column)
+        : single_(second ? *at<const f32>(first) * *at<const f32>(second) : 0.0f),
+          factor_{second ? &single_ : at<const f32>(first), row, column} {}
+    GivenFactor(const GivenFactor&) = delete;
+    GivenFactor& operator=(const GivenFactor&) = delete;
+    const Factor& get() const { return factor_; }
+
+private:
+    f32 single_;
+    Factor factor_;
+};
+
+}  // namespace
 
 }  // namespace byteback

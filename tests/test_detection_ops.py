@@ -76,6 +76,13 @@ def test_nms_of_ties_keeps_the_first_and_of_nothing_keeps_nothing(torchvision: M
     assert torchvision.ops.nms(same[:0], torch.ones(0), 0.5).shape == (0,)
 
 
+def test_nms_compares_with_the_threshold_itself_and_not_with_its_float32() -> None:
+    """The overlap is float32's 0.3, which lies above 0.3."""
+    boxes, scores = torch.tensor([[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 3.0]]), torch.tensor([0.9, 0.8])
+    assert detection_ops.nms(boxes, scores, 0.3).tolist() == [0]
+    assert detection_ops._plain_nms(boxes, 0.3).tolist() == [True, False]
+
+
 def test_nms_refuses_boxes_and_scores_that_do_not_match() -> None:
     with pytest.raises(ValueError, match=r"boxes have shape \(3, 4\) and scores \(2,\)"):
         detection_ops.nms(torch.zeros(3, 4), torch.zeros(2), 0.5)
@@ -190,6 +197,28 @@ def test_native_roi_align_of_nothing_and_of_nonsense() -> None:
             detection_ops.roi_align(x, torch.tensor([[image, 0, 0, 3, 3]]), 1.0, 2, 2, 2, True)
     with pytest.raises(ValueError, match=r"boxes \[K, 5\]"):
         detection_ops.roi_align(x, torch.zeros(2, 4), 1.0, 2, 2, 2, True)
+
+
+@NATIVE
+def test_another_default_dtype_changes_nothing() -> None:
+    images, rois = torch.rand(1, 2, 8, 8, requires_grad=True), torch.tensor([[0.0, 1.0, 1.0, 6.0, 6.0]])
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            pooled = detection_ops.roi_align(images, rois, 1.0, 2, 2, 2, True)
+            results.append((pooled, *torch.autograd.grad(pooled.sum(), images)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for one, other in zip(*results, strict=True):
+        assert other.dtype == torch.float32 and torch.equal(one, other)
+
+
+def test_a_box_of_no_image_is_refused() -> None:
+    for index in (1.0, -1.0, float("nan")):
+        rois = torch.tensor([[index, 0.0, 0.0, 4.0, 4.0]])
+        with pytest.raises(ValueError, match="name images"):
+            detection_ops.roi_align(torch.rand(1, 2, 8, 8), rois, 1.0, 2, 2, 2, True)
 
 
 def test_pyramid_pooling_leaves_a_level_empty(torchvision: ModuleType) -> None:

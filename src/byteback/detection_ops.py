@@ -38,7 +38,7 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     boxes = dets.detach()[order].contiguous()
     if _library is None or not _is_native(boxes):
         return order[_plain_nms(boxes, iou_threshold)]
-    kept = torch.empty(len(boxes), dtype=torch.bool)
+    kept = torch.empty(len(boxes), dtype=torch.bool, device="cpu")
     _library.nms(len(boxes), boxes.data_ptr(), iou_threshold, kept.data_ptr())
     return order[kept]
 
@@ -56,7 +56,7 @@ def roi_align(
         return _plain_roi_align(input, rois, spatial_scale, height, width, sampling_ratio, aligned)
     if len(rois) and not (rois[:, 0].min() >= 0 and rois[:, 0].max() < len(input)):
         raise ValueError(
-            f"torchvision::roi_align: the boxes name images {int(rois[:, 0].min())} to {int(rois[:, 0].max())}, but the map "
+            f"torchvision::roi_align: the boxes name images {rois[:, 0].min():g} to {rois[:, 0].max():g}, but the map "
             f"holds {len(input)}. The first number of a box is the index of its image."
         )
     out: Tensor = _RoiAlign.apply(input, rois.detach(), spatial_scale, (height, width), sampling_ratio, aligned)
@@ -72,7 +72,7 @@ class _RoiAlign(torch.autograd.Function):
     ) -> Tensor:
         rois = rois.contiguous()
         N, C, H, W = input.shape
-        output = torch.empty((len(rois), C, *bins), memory_format=torch.channels_last)
+        output = torch.empty((len(rois), C, *bins), dtype=torch.float32, device="cpu", memory_format=torch.channels_last)
         ctx.save_for_backward(rois)
         ctx.call = ((N, H, W, C, len(rois), *bins, samples), scale, aligned)
         _run("roi_align", ctx.call, input, rois, output)
@@ -83,7 +83,7 @@ class _RoiAlign(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (rois,) = ctx.saved_tensors
         N, H, W, C, *_ = ctx.call[0]
-        grad_input = torch.empty((N, C, H, W), memory_format=torch.channels_last)
+        grad_input = torch.empty((N, C, H, W), dtype=torch.float32, device="cpu", memory_format=torch.channels_last)
         _run("roi_align_grad", ctx.call, grad_output, rois, grad_input)
         return grad_input, None, None, None, None, None
 
@@ -98,7 +98,7 @@ def _plain_nms(boxes: Tensor, iou_threshold: float) -> Tensor:
     """Which of the boxes, best first, survive."""
     kept = torch.ones(len(boxes), dtype=torch.bool, device=boxes.device)
     for start in range(0, len(boxes), _NMS_ROWS):
-        overlaps = _iou(boxes[start : start + _NMS_ROWS], boxes[start:]) > iou_threshold
+        overlaps = _iou(boxes[start : start + _NMS_ROWS], boxes[start:]).double() > iou_threshold  # as in C++: not rounded
         for row, suppressed in enumerate(overlaps):
             if kept[start + row]:
                 kept[start + row + 1 :] &= ~suppressed[row + 1 :]

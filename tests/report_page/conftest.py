@@ -30,6 +30,7 @@ def member(
     diverged: bool = False,
     detect: bool = False,
     classes: tuple[str, ...] = ("disc", "square"),
+    start_with: dict[str, Any] | None = None,
 ) -> None:
     """One member's journals; `done` epochs of it, all by default. With `detect` it is a detector's."""
     folder.mkdir(parents=True)
@@ -48,7 +49,7 @@ def member(
     start |= {"saved_bytes": 1_200_000 if in_int8 else 2_400_000, "layers": [{"name": name} for name in LAYERS]}
     if detect:
         start |= {"task": "detect", "backbone": "resnet18", "class_names": list(classes)}
-    records: list[dict[str, Any]] = [start]
+    records: list[dict[str, Any]] = [start | (start_with or {})]
     records += [{"kind": "step", "epoch": 0, "step": step, "loss": 2.0 - 0.1 * step, "accuracy": 0.5} for step in (5, 10)]
     for epoch in range(done):
         accuracy = 0.9 + 0.02 * epoch + 0.001 * seed - 0.002 * in_int8

@@ -115,6 +115,16 @@ def test_networks_and_repeated_runs_stand_for_themselves(make_run: Any) -> None:
     assert [group["label"] for group in data["groups"]] == ["resnet8 (a)", "resnet8 (d)", "vgg11, 4 epochs", "vgg11, 3 epochs"]
 
 
+def test_runs_with_other_settings_or_another_recipe_of_the_same_name_are_not_compared(make_run: Any) -> None:
+    fast, slow = ({"settings": {"lr": lr, "momentum": 0.9}} for lr in (0.1, 0.001))
+    runs = [make_run("a", ("float32",), start_with=fast), make_run("b", ("unified-int8",), start_with=slow)]
+    _, _, data = page_of(*runs)
+    assert [group["label"] for group in data["groups"]] == ["resnet8, lr 0.1", "resnet8, lr 0.001"]
+    other = {"recipe_data": {"norm_memory": "float32"}}
+    _, _, data = page_of(make_run("c", seeds=1), make_run("d", ("unified-int8",), 2, start_with=other))
+    assert [group["label"] for group in data["groups"]] == ["resnet8 (c)", "resnet8 (d)"]
+
+
 def test_recipes_stand_as_they_were_asked_for(make_run: Any) -> None:
     folder = make_run(recipes=("z", "float32", "a"), seeds=1)
     members = [{"folder": f"recipe{i}/seed0"} for i in (2, 1, 0)]

@@ -66,6 +66,28 @@ def test_a_wrong_file_is_named_with_what_is_wrong(text: str, says: str, tmp_path
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["täglich/😀", "a\x7fb", 'quoted "x"\\'])
+def test_odd_names_and_numbers_come_back(name: str, tmp_path: Path) -> None:
+    table = {name: {"base": "unified-int8", "period": 3}}
+    config = TrainConfig(data_path=name, checkpoint_seconds=float("inf"), recipe=(name,), recipes=table).complete()
+    assert read(write(tmp_path, to_text(config))) == config
+
+
+def test_a_recipe_may_stand_on_another_one_of_the_file() -> None:
+    tables = {
+        "a": {"base": "unified-int8", "period": 3, "norm_memory": "float32"},
+        "b": {"base": "a", "period": 5},
+        "c": {"base": "d"},
+        "d": {"base": "c"},
+        "float32": {"base": "plain-int8"},
+    }
+    assert parse("b", tables).recipe == parse("unified-int8:norm_memory=float32,period=5").recipe
+    with pytest.raises(ValueError, match="its own base"):
+        parse("c", tables)
+    with pytest.raises(ValueError, match="there is a recipe of that name"):
+        parse("float32", tables)
+
+
 def test_members_join_a_resumed_run_and_none_leaves_it(tmp_path: Path) -> None:
     stored = TrainConfig(recipe=("float32", "plain-int8"), seed=(0,)).complete()
     (tmp_path / "config.toml").write_text(to_text(stored))
@@ -91,7 +113,12 @@ def test_a_missing_file_or_run_is_named() -> None:
         ({"lr": 0.0}, "--lr"),
         ({"seed": (1, 1)}, "each once"),
         ({"seed": ()}, "at least one"),
-        ({"seed": (-1,)}, "negative"),
+        ({"seed": (-1,)}, "between 0 and"),
+        ({"seed": (2**64,)}, "between 0 and"),
+        ({"lr": float("inf")}, "finite"),
+        ({"warmup_epochs": float("nan")}, "negative"),
+        ({"data": "voc:x"}, "--task detect"),
+        ({"task": "detect", "data": "frames:x"}, "--task video"),
         ({"label_smoothing": 1.0}, "[0, 1)"),
         ({"test_only": True}, "--resume RUN"),
     ],
@@ -137,6 +164,8 @@ def test_a_table_of_a_file_defines_a_recipe_that_options_may_change_further() ->
         ("unified-int8:perod=3", "Did you mean period"),
         ("unified-int8:clip=Maxabs", "Did you mean MaxAbs"),
         ("unified-int8:period=often", "Give it a value of its own kind"),
+        ("unified-int8:period=none", "cannot be none"),
+        ("unified-int8:grad_output=none", "cannot be none"),
         ("unified-int8:period", "is no option"),
         ("float32:period=3", "float32 has no options"),
         ("plain-int8:norm_memory=int7", "choose one of float32, bfloat16, int8"),

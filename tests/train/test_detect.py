@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ pytest.importorskip("PIL")
 import byteback
 from byteback import torchvision_compat
 from byteback.nn import Int8Layer
+from byteback.train import tasks
 from byteback.train.config import TrainConfig
 from byteback.train.detect import networks, run
 from byteback.train.files import read_lines
@@ -41,7 +43,7 @@ def test_a_tiny_run_ends_to_end(tmp_path: Path) -> None:
     more = ("--recipe", "unified-int8", "--epochs", "1", "--no-tensorboard", "--workers", "0", "--output-dir", "run")
     done = command("train", *common, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "mAP" in done.stdout
+    assert "mAP" in done.stdout and "64 pixels (shorter side) with disc, square" in done.stdout
     member = tmp_path / "run" / "unified-int8" / "seed0"
     records = read_lines(member / "metrics.jsonl")
     epoch = next(record for record in records if record["kind"] == "epoch")
@@ -92,14 +94,21 @@ def test_a_backbone_checkpoint_is_taken_over_with_frozen_norms_that_fuse(tmp_pat
     classifier = torchvision.models.resnet18(num_classes=2)
     file = tmp_path / "weights.pt"
     torch.save(classifier.state_dict(), file)
-    model = networks.build("fasterrcnn_resnet50_fpn", "resnet18", 3, 64, str(file))
+    config = TrainConfig(task="detect", model="fasterrcnn_resnet50_fpn", backbone="resnet18", data="voc:x", image_size=64)
+    config = dataclasses.replace(config, backbone_checkpoint=str(file))
+    model: Any = run.build(config, None, 3)
     assert torch.equal(model.backbone.body.layer4[1].conv2.weight, classifier.layer4[1].conv2.weight)
     assert not model.backbone.body.layer1[0].conv1.weight.requires_grad
     assert model.backbone.body.layer2[0].conv1.weight.requires_grad
     assert type(model.backbone.body.bn1).__name__ == "FrozenBatchNorm2d"
-    byteback.prepare(model, "unified-int8")
+    byteback.prepare(model, "unified-int8", keep_float=networks.keep_float("fasterrcnn_resnet50_fpn", ()))
     blocks = {row.name: row.block for row in byteback.summary(model)}
     assert blocks["backbone.body.layer2.0.conv2"] == "conv + norm + add + relu"
+    file.unlink()
+    begun = run.build(config, byteback.UnifiedInt8(), 3, begun=True)  # the run's own checkpoint has the weights
+    begun.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="checkpoint cannot be read"):
+        run.build(config, None, 3)
 
 
 @pytest.mark.parametrize("name", networks.NAMES)
@@ -144,7 +153,7 @@ def test_stopped_and_resumed_it_ends_in_the_same_bits(tmp_path: Path) -> None:
         data=f"voc:{root}",
         **{"image_size": 32, "epochs": 2, "batch_size": 2, "workers": 0, "tensorboard": False},
     ).complete()
-    images, _ = run.load(config)
+    images = tasks.load(config)
     states = []
     for name, pauses in (("whole", ()), ("parts", (1, 2))):
         member = Member(parse("unified-int8"), 0, tmp_path / name)

@@ -66,6 +66,7 @@ def test_both_layouts_say_the_same(shapes: Path, tmp_path: Path) -> None:
         (("square", 90, 5, 99, 20), r"image1\.xml, object 2 \(square\): the box \(90, 5, 99, 20\) reaches outside.*96x80"),
         (("square", 30, 5, 20, 20), r"image1\.xml, object 2 \(square\): the box \(30, 5, 20, 20\) is none"),
         (("cube", 1, 5, 20, 20), r"image7\.xml|image1\.xml, object 2 \(cube\): unknown class 'cube'"),
+        (("", 1, 5, 20, 20), r"image1\.xml, object 2: it has no <name>"),
         (("square", "left", 5, 20, 20), r"image1\.xml, object 2 \(square\): <bndbox> has"),
     ],
 )
@@ -77,8 +78,8 @@ def test_bad_objects_are_named(shapes: Path, entry: tuple[str, float, float, flo
 
 
 def test_boxes_without_area_are_left_out_with_a_warning(shapes: Path) -> None:
-    rewrite(shapes, ("disc", 1, 1, 9, 9), ("square", 5, 5, 5, 20))
-    with pytest.warns(UserWarning, match=r"left out 1 boxes without area: .*image1\.xml, object 2"):
+    rewrite(shapes, ("disc", 1, 1, 9, 9), ("square", 5, 5, 5, 20), ("square", 60, 5, 60.0000001, 20))
+    with pytest.warns(UserWarning, match=r"left out 2 boxes without area: .*image1\.xml, object 2.*object 3"):
         train, _ = voc.load(shapes)
     assert train.pictures[1].boxes == [(1, 1, 9, 9)]
 
@@ -109,6 +110,53 @@ def test_a_coco_object_of_no_image_or_category(shapes: Path, tmp_path: Path) -> 
         file.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=f"object {data['annotations'][3]['id']}.*{message}"):
             coco.load(root)
+
+
+def changed(root: Path, split: str, **lists: object) -> None:
+    file = root / "annotations" / f"instances_{split}2017.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **lists}))
+
+
+@pytest.mark.parametrize(
+    ("split", "lists", "message"),
+    [
+        (
+            "val",
+            {"categories": [{"id": 10, "name": "square"}, {"id": 20, "name": "disc"}]},
+            "category 10 is 'square', but .* calls",
+        ),
+        ("val", {"categories": [{"id": 30, "name": "cube"}]}, "category 30 is 'cube', but .* has no category 30"),
+        (
+            "train",
+            {"categories": [{"id": 10, "name": "a"}, {"id": 20, "name": "a"}]},
+            "the class 'a' is there twice|category 10",
+        ),
+        ("train", {"categories": [{"id": [1], "name": "a"}]}, "a category lacks its id or its name"),
+        ("train", {"images": [{"file_name": "x.png", "width": 3, "height": 3}]}, "it lacks 'id'"),
+        ("train", {"images": None}, "it has no list of images"),
+        ("train", {"annotations": [3]}, "it has no list of annotations"),
+        ("train", {"annotations": [{"id": 4, "image_id": [1], "category_id": 10}]}, r"object 4: its image_id \[1\]"),
+        ("val", {"annotations": []}, "no image of the test split has an object"),
+    ],
+)
+def test_a_broken_coco_file_is_named(shapes: Path, tmp_path: Path, split: str, lists: dict[str, object], message: str) -> None:
+    root = as_coco(shapes, tmp_path / "coco")
+    changed(root, split, **lists)
+    with pytest.raises(ValueError, match=message):
+        source.load(f"coco:{root}", 64, True, 0)
+
+
+def test_a_crowd_is_scored_but_not_trained_on(shapes: Path, tmp_path: Path) -> None:
+    root = as_coco(shapes, tmp_path / "coco")
+    file = root / "annotations" / "instances_train2017.json"
+    objects = json.loads(file.read_text())["annotations"]
+    first = [entry for entry in objects if entry["image_id"] == 1]
+    crowd = {**first[0], "id": 999, "iscrowd": 1}
+    changed(root, "train", annotations=[*objects, crowd])
+    data = source.load(f"coco:{root}", 64, False, 0)
+    assert coco.load(root)[0].pictures[0].crowd == [False] * len(first) + [True]
+    ((_, targets),) = data.train.batches([torch.tensor([0])], 0, 0)
+    assert len(targets[0]["boxes"]) == len(first)
 
 
 def test_images_depend_on_seed_epoch_and_index_only(shapes: Path) -> None:
@@ -158,4 +206,6 @@ def test_scores_of_known_detections() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nothing = metrics.score(split, {0: found([], [], []), 1: found([], [], [])})
-    assert nothing.mAP == 0.0
+    assert nothing.mAP == 0.0 and nothing.per_class["two"] == 0.0
+    assert nothing.per_class["never"] != nothing.per_class["never"], "a class without objects has no score, found or not"
+    assert "mAP 0.00%" in str(nothing) and "AP of never none" in str(nothing)

@@ -53,6 +53,15 @@ def test_images_boxes_and_curves_are_in_the_file(split: Split, tmp_path: Path) -
     assert (tmp_path / NAME).stat().st_size < 200_000 and not list(tmp_path.glob("*.writing"))
 
 
+def test_images_of_one_name_are_told_apart_by_their_folders(split: Split, tmp_path: Path) -> None:
+    for number, picture in enumerate(split.pictures):
+        place = tmp_path / f"camera{number}" / "1.png"
+        place.parent.mkdir()
+        picture.path = picture.path.rename(place)
+    names = [image["name"] for image in written(split, perfect(split), tmp_path)["images"]]
+    assert names[0] == "camera0/1.png" and len(set(names)) == len(names)
+
+
 def test_the_mean_of_a_curve_is_its_score(split: Split, tmp_path: Path) -> None:
     found = perfect(split)
     for index in (1, 4):

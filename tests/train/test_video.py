@@ -23,7 +23,7 @@ from byteback.train.data import clip_files, draws
 from byteback.train.data.moving_items import DIRECTIONS, MovingItems
 from byteback.train.files import read_lines
 
-NATIVE = [path for path in native.available() if path not in ("reference", "generic")]
+NATIVE = [path for path in native.available() if path != "reference"]
 
 
 def write_fashion(root: Path, train: int = 40, test: int = 12) -> None:
@@ -191,6 +191,42 @@ def test_a_table_names_sheets_of_frames(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("\n".join([*lines, "clips/none.png,0,calm"]))
     with pytest.raises(ValueError, match=r"labels\.csv, line 6: there is no file"):
         clip_files.find("clips", tmp_path)
+
+
+def table(root: Path, text: str) -> Path:
+    from PIL import Image
+
+    for name in "abcd":
+        Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(root / f"{name}.png")
+    (root / "labels.csv").write_bytes(text.encode())
+    return root
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file,label\na.png,0\nb.png,0\n", "every clip has the label '0'; a classifier needs two"),
+        ("file,label\na.png,0\nb.png\n", r"labels\.csv, line 3: it lacks the file or the label"),
+        ("file,label\na.png,0\nb.png,\n", r"labels\.csv, line 3: it lacks"),
+        ("file,label,split\na.png,0,train\nb.png,0,test\nc.png,1,test\n", "no clip with the label '1' is for training"),
+    ],
+)
+def test_a_table_that_cannot_be_right(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        clip_files.find("clips", table(tmp_path, text))
+
+
+def test_a_table_as_spreadsheets_write_it(tmp_path: Path) -> None:
+    found = clip_files.find("clips", table(tmp_path, "\ufefffile,label\r\na.png,0\r\nb.png,0\r\nc.png,1\r\nd.png,1\r\n"))
+    assert [clip.path.name for clip in found.train] == ["a.png", "c.png"] and found.classes == ["0", "1"]
+
+
+def test_frames_are_ordered_by_their_numbers(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for number in (1, 2, 10, 9):
+        Image.fromarray(np.full((4, 4, 3), number, dtype=np.uint8)).save(tmp_path / f"frame{number}.png")
+    assert clip_files.read(tmp_path, 4, 1, None)[:, 0, 0, 0].tolist() == [1, 2, 9, 10]
 
 
 def test_the_choice_of_frames_covers_every_start() -> None:

@@ -12,7 +12,7 @@ import json
 import statistics as stats
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class DetectConfig:
     """A detector's training step against PyTorch FP32."""
 
     model: str = "retinanet_resnet50_fpn"
-    backbone: str = "resnet18"
+    backbone: str | None = None
+    """resnet18, resnet50 or mobilenet_v3_large. Default: resnet18, and its own for an SSD."""
     recipes: tuple[str, ...] = ("unified-int8", "distribution-adaptive-int8")
     data: str | None = None
     """voc:PATH or coco:PATH. Default: noise of 640x480 pixels with twelve boxes."""
@@ -86,6 +87,10 @@ class Side:
 
 def run(config: DetectConfig, console: Console) -> None:
     """Prints the table."""
+    if config.rounds < 1 or config.batch_size < 1:
+        raise ValueError("bench detect: --rounds and --batch-size must be at least 1.")
+    if config.backbone is None:
+        config = replace(config, backbone=networks.small_backbone(config.model))
     byteback.tune_malloc()
     batches, classes = _batches(config)
     names = [f"{FLOAT} contiguous", f"{FLOAT} channels_last", *config.recipes]

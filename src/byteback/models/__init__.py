@@ -10,7 +10,6 @@ Every classification network built here maps images [N, C, H, W] to one tensor o
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 
@@ -21,6 +20,7 @@ from byteback.models.inception_v3 import inception_v3
 from byteback.models.mobilenet_v2 import mobilenet_v2
 from byteback.models.resnet import SmallResNet, resnet18
 from byteback.models.vgg import vgg16, vgg16_bn
+from byteback.near import unknown
 from byteback.torchvision_compat import load
 
 __all__ = ["build", "names"]
@@ -47,7 +47,7 @@ def build(name: str, image_size: int = 32, num_classes: int = 10, in_channels: i
     """
     known = names(image_size)
     if name not in known:
-        raise ValueError(_unknown(name, image_size, known))
+        raise _unknown(name, image_size, known)
     if num_classes < 1 or in_channels < 1:
         raise ValueError(
             f"byteback.models.build: {name} was asked for {num_classes} classes and {in_channels} input channels; "
@@ -79,9 +79,7 @@ def names(image_size: int = 32) -> list[str]:
     return known
 
 
-def _unknown(name: str, image_size: int, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known)
-    advice = f"Did you mean {' or '.join(close)}?" if close else "Choose one of these."
+def _unknown(name: str, image_size: int, known: list[str]) -> ValueError:
     why = "it is no network of torchvision"
     if name in _SMALL_RESNET_BLOCKS:
         why = f"it is built for images of {MIN_IMAGE} to {SMALL_IMAGE} pixels"
@@ -89,10 +87,7 @@ def _unknown(name: str, image_size: int, known: list[str]) -> str:
         why = "it has no variant for such small images"
     elif image_size < SMALL_IMAGE:
         why = "only the small ResNets take images that small"
-    return (
-        f"byteback.models.build: no network {name!r} at image size {image_size}; {why}. {advice} "
-        f"Known at this size: {', '.join(known)}."
-    )
+    return unknown("byteback.models.build", "network", name, known, f"At image size {image_size} {why}.")
 
 
 def torchvision_network(name: str, image_size: int, num_classes: int) -> nn.Module:

@@ -6,6 +6,7 @@ Everything here is plain data, small enough to travel inside a page: four digits
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,16 @@ def build(members: Sequence[RunMember]) -> list[dict[str, Any]]:
         raise ValueError(f"report: these runs were trained on different data ({named}). Make a page for each data set.")
     together: dict[tuple[Any, ...], list[RunMember]] = {}
     for member in members:
-        together.setdefault(tuple(member.start.get(key) for key in _SAME), []).append(member)
+        settings = json.dumps(_settings(member.start), sort_keys=True)
+        together.setdefault((*(member.start.get(key) for key in _SAME), settings), []).append(member)
     groups: list[tuple[str, list[RunMember]]] = []
     for own in together.values():
         label = _label(own[0].start, [other[0].start for other in together.values()])
-        if len({(member.recipe, member.seed) for member in own}) == len(own):
+        once = len({(member.recipe, member.seed) for member in own}) == len(own)
+        recipes = {(member.recipe, json.dumps(member.start.get("recipe_data"), sort_keys=True)) for member in own}
+        if once and len(recipes) == len({name for name, _ in recipes}):
             groups.append((label, own))
-        else:  # the same member in several runs: they differ in something, so each run stands for itself
+        else:  # the same member in several runs, or two recipes of one name: each run stands for itself
             runs: dict[Path, list[RunMember]] = {}
             for member in own:
                 runs.setdefault(member.run, []).append(member)
@@ -52,7 +56,14 @@ def _label(start: Record, others: Sequence[Record]) -> str:
     namesakes = [other for other in others if network(other) == network(start)]
     units = {"epochs": "{} epochs", "batch_size": "batch {}", "image_size": "{} pixels", "train_images": "{} images"}
     apart = [unit.format(start.get(key)) for key, unit in units.items() if len({other.get(key) for other in namesakes}) > 1]
+    own, theirs = _settings(start), [_settings(other) for other in namesakes]
+    apart += [f"{key} {own.get(key)}" for key in own if any(other.get(key) != own[key] for other in theirs)]
     return ", ".join([network(start), *apart])
+
+
+def _settings(start: Record) -> Record:
+    """What else the numbers depend on: the schedule, the augmentation; not known of runs of before."""
+    return {key: value for key, value in (start.get("settings") or {}).items() if key not in (*_SAME, "data")}
 
 
 def network(start: Record) -> str:

@@ -43,7 +43,8 @@ class Board:
         if self._writer is None:
             return
         for field, tag in _SCALARS.items():
-            self._writer.add_scalar(tag, record[field], record["step"])
+            if record[field] is not None:
+                self._writer.add_scalar(tag, record[field], record["step"])
         for name, roles in (layers or {}).items():
             for role, values in roles.items():
                 if role.startswith("grad"):

@@ -6,6 +6,7 @@
     random      torch's generator, which dropout draws from
     progress    how far it is, and the sums of the epoch that is under way
     lengths     of the journals; a resumed run cuts them there
+    class_names where the data set has names for its classes: `eval` refuses another one
 
 Learning rate, data order and augmentation are functions of seed, step, epoch and index, so there is nothing to store.
 """
@@ -17,6 +18,7 @@ import hashlib
 import io
 import json
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from byteback.train import files
 
 FORMAT = 1
 LAST, BEST = "last.pt", "best.pt"
+_NAMED = 8  # classes that a message names
 
 
 @dataclass
@@ -91,6 +94,26 @@ def load(path: Path) -> dict[str, Any]:
     if contents["format"] != FORMAT:
         raise ValueError(f"{path}: the checkpoint has format {contents['format']}, this build reads {FORMAT}. {advice}")
     return contents
+
+
+def must_know(contents: dict[str, Any], data: str, classes: int, names: Sequence[str]) -> None:
+    """Refuses a data set with other classes than the checkpoint was trained on. Not every data set has names for them."""
+    known = contents.get("class_names") or ()
+    number = contents["classes"] + len(names) - classes if names else contents["classes"]  # without the background
+    if contents["classes"] != classes or (known and names and list(known) != list(names)):
+        raise ValueError(
+            f"eval: the checkpoint knows {_classes(number, known)}, but {data} has {_classes(len(names) or classes, names)}. "
+            "Choose a data set with the classes that it was trained on."
+        )
+
+
+def _classes(number: int, names: Sequence[str]) -> str:
+    """
+    >>> _classes(2, ["cat", "dog"])
+    '2 classes (cat, dog)'
+    """
+    shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return f"{number} classes" + (f" ({shown})" if shown else "")
 
 
 def progress_of(contents: dict[str, Any]) -> Progress:

@@ -7,6 +7,8 @@ A field that is None depends on the data set; `complete` fills it in. `config_fi
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -31,6 +33,7 @@ _DEFAULTS: dict[str, tuple[str, int, int, int]] = {
     "coco": ("retinanet_resnet50_fpn", 24, 4, 320),
 }
 # What a task brings along: learning rate, epochs of warm-up, bound of the gradient's norm.
+_DETECTION = ("voc", "coco")
 _SCHEDULES: dict[str, tuple[float, float, float]] = {
     "classify": (0.1, 0.0, 0.0),
     "video": (0.1, 0.0, 0.0),
@@ -50,7 +53,7 @@ class TrainConfig:
     (docs/8-video.md)."""
     model: str | None = None
     """A network by name (`byteback models` lists them). Default: resnet8 for digits, resnet18 for folders, else resnet20;
-    r3d_8 for moving-items, r3d_18 for other clips."""
+    r3d_8 for moving-items, r3d_18 for other clips; retinanet_resnet50_fpn for boxes."""
     data: str = "digits"
     """digits, cifar10, cifar100, fashion-mnist, or folder:PATH with PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE.
     Detection: voc:PATH or coco:PATH. Video: moving-items, frames:PATH with PATH/CLASS/CLIP/FRAME.png, or clips:PATH with
@@ -180,8 +183,11 @@ def _check(config: TrainConfig) -> None:
         "histogram_every",
         "checkpoint_seconds",
     ):
-        if (getattr(config, name) or 0) < 0:
+        if not (getattr(config, name) or 0) >= 0:
             raise ValueError(f"train: {_flag(name)} is {getattr(config, name)}; it must not be negative.")
+    for name in ("momentum", "weight_decay", "warmup_epochs", "clip_grad_norm", "lr", "lr_gamma"):
+        if not math.isfinite(getattr(config, name) or 0.0):
+            raise ValueError(f"train: {_flag(name)} is {getattr(config, name)}; it must be finite.")
     if config.lr is not None and not config.lr > 0.0:
         raise ValueError(f"train: --lr is {config.lr}; it must be positive.")
     if not 0.0 <= config.label_smoothing < 1.0:
@@ -190,9 +196,10 @@ def _check(config: TrainConfig) -> None:
         values = getattr(config, name)
         if not values or len(set(values)) != len(values):
             raise ValueError(f"train: {_flag(name)} is {' '.join(map(str, values)) or 'empty'}; name at least one, each once.")
-    if any(seed < 0 for seed in config.seed):
-        raise ValueError(f"train: --seed is {' '.join(map(str, config.seed))}; seeds must not be negative.")
-    if (config.kind() in _VIDEO) != (config.task == "video"):
+    if not all(0 <= seed < 2**63 for seed in config.seed):
+        raise ValueError(f"train: --seed is {' '.join(map(str, config.seed))}; seeds lie between 0 and 2^63 - 1.")
+    task = "video" if config.kind() in _VIDEO else "detect" if config.kind() in _DETECTION else None
+    if task != config.task and (task or (config.task == "video" and config.kind() in _DEFAULTS)):
         raise ValueError(
             f"train: --task {config.task} does not go with --data {config.data}. Video has moving-items, frames:PATH and "
             "clips:PATH, all of them with --task video; --task detect has voc:PATH and coco:PATH; every other data set is for "
@@ -204,6 +211,15 @@ def _check(config: TrainConfig) -> None:
         raise ValueError(f"train: {', '.join(given)}: for detectors only; add --task detect, or leave it out.")
     if config.test_only and config.resume is None:
         raise ValueError("train: --test-only tests the checkpoints of a run; name it: --resume RUN.")
+
+
+def float_layers(asked: Sequence[str], default: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The wildcards of the layers that stay float: those asked for, the default, or nothing for "none".
+
+    >>> float_layers(("backbone.fpn",), ("head",)), float_layers((), ("head",)), float_layers(("none",), ("head",))
+    (('backbone.fpn',), ('head',), ())
+    """
+    return () if tuple(asked) == ("none",) else tuple(asked) or default
 
 
 def _flag(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Any, get_type_hints
 
 import tyro
 
+from byteback.near import unknown
 from byteback.train.config import TrainConfig
-from byteback.train.near import unknown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,21 +26,28 @@ else:
     import tomli as tomllib
 
 NAME = "config.toml"
+_OF_A_MEMBER = "metrics.jsonl"  # a member's folder has a config.toml as well
 _NEVER_STORED = ("resume", "test_only", "config")
-# What may differ between the parts of a run that was interrupted: none of it changes a number, except that other members join.
+# What may differ between the parts of a run that was interrupted: other members join, and nothing else changes a number, except
+# that float layers may round otherwise with other threads (the trainer says so).
 _MAY_CHANGE = (
     *("recipe", "recipes", "seed", "workers", "data_path", "download", "output_dir", "threads"),
     *("checkpoint_seconds", "tensorboard", *_NEVER_STORED),
 )
+_ONLY_WRITTEN = ("log_every", "histogram_every")  # training does not notice, but the journals would
 
 
 def from_command_line(args: Sequence[str]) -> TrainConfig:
     """The config of `byteback train ARGS`."""
     file, run = _value(args, "--config"), _value(args, "--resume")
     if run is not None:
+        if file is not None:
+            raise ValueError("train: --resume goes on with the run's own config.toml, so --config has no place. Leave it out.")
         stored = read(run_folder(run) / NAME)
         config = tyro.cli(TrainConfig, default=stored, args=args, prog="byteback train")
         _refuse_changes(stored, config)
+        if _value(args, "--output-dir") is not None:
+            raise ValueError("train: --resume writes where the run is, so --output-dir has no place. Leave it out.")
         # Members join a run, none leaves it: its table is about all of them.
         recipe = tuple(dict.fromkeys((*stored.recipe, *config.recipe)))
         seed = tuple(dict.fromkeys((*stored.seed, *config.seed)))
@@ -49,10 +57,12 @@ def from_command_line(args: Sequence[str]) -> TrainConfig:
 
 
 def run_folder(path: str) -> Path:
-    """The run's folder, from its name or from one of its checkpoints."""
+    """The run's folder, from its name, from a member's folder in it or from one of its checkpoints."""
     folder = Path(path)
     if folder.suffix == ".pt":
-        folder = folder.parent.parent.parent
+        folder = folder.absolute().parent
+    if (folder / _OF_A_MEMBER).is_file():
+        folder = folder.absolute().parent.parent
     if not (folder / NAME).is_file():
         raise ValueError(f"train: --resume {path}: there is no {NAME} in {folder}, so no run lies there. Name a run's folder.")
     return folder
@@ -78,14 +88,29 @@ def _refuse_changes(stored: TrainConfig, asked: TrainConfig) -> None:
             )
 
 
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """What a run's numbers depend on, besides the recipe and the seed."""
+    left_out = (*_MAY_CHANGE, *_ONLY_WRITTEN)
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in left_out}
+
+
 def read(path: Path) -> TrainConfig:
     """The config that a TOML file describes."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: this is no TOML: {error}.") from error
     except OSError as error:
         raise ValueError(f"{path}: the config cannot be read: {error.strerror}. Check its name.") from error
+    return parse(text, path)
+
+
+def parse(text: str, path: Path) -> TrainConfig:
+    """The config that a text in TOML describes; `path` is where it comes from."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: this is no TOML: {error}.") from error
     fields = {field.name for field in dataclasses.fields(TrainConfig)} - set(_NEVER_STORED)
     hints = get_type_hints(TrainConfig)
     values: dict[str, Any] = {}
@@ -135,12 +160,12 @@ def to_text(config: TrainConfig) -> str:
             continue
         lines.append(f"# {field.name} is not set" if value is None else f"{field.name} = {_toml(value)}")
     for name, table in config.recipes.items():
-        lines += ["", f"[recipes.{json.dumps(name)}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
+        lines += ["", f"[recipes.{_toml(name)}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"
 
 
 def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() else json.dumps(key)
+    return key if key.isascii() and key.replace("_", "").replace("-", "").isalnum() else _toml(key)
 
 
 def _toml(value: Any) -> str:
@@ -148,4 +173,7 @@ def _toml(value: Any) -> str:
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value)  # of numbers, truths and strings TOML and JSON think alike
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    # Of numbers, truths and strings TOML and JSON think alike, but TOML wants DEL escaped and knows no pairs of surrogates.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

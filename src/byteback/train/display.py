@@ -25,8 +25,10 @@ _SECONDS = 0.5  # between two looks at the layers
 class Display:
     """Listens to the loop and shows what it hears; use it as a context."""
 
-    def __init__(self, console: Console, members: int, epochs: int) -> None:
+    def __init__(self, console: Console, members: int, epochs: int, score: str) -> None:
         self.console, self.members, self.epochs = console, members, epochs
+        self.test = "test" if score == "accuracy" else f"test {score}"
+        self.counts = score == "accuracy"  # else training has no share of images that were right
         self.started, self.looked = 0, 0.0
         self.name, self.accuracy, self.smoothed = "", "", 0.0
         columns = (TextColumn("{task.fields[number]} [bold]{task.description}[/]"), TextColumn("{task.fields[epoch]}"))
@@ -64,8 +66,9 @@ class Display:
         seconds = max(progress.seconds, 1e-9)
         self.speed.plain = (
             f"    {progress.images / seconds:,.0f} images/s, {progress.wait_seconds / seconds:.1%} waiting for data; "
-            f"loss {self.smoothed:.3f}, train {progress.correct / max(progress.images, 1):.1%}"
-            + (f", test {self.accuracy}" if self.accuracy else "")
+            f"loss {self.smoothed:.3f}"
+            + (f", train {progress.correct / max(progress.images, 1):.1%}" if self.counts else "")
+            + (f", {self.test} {self.accuracy}" if self.accuracy else "")
         )
         health = str(watch.health_line(model))
         self.health.plain = f"    {health}" if health else ""
@@ -75,7 +78,7 @@ class Display:
         if not self.console.is_terminal:
             self.console.print(
                 f"{self.name}  epoch {record['epoch'] + 1}/{self.epochs}  loss {record['train_loss']:.4f}  "
-                f"test {record['test_accuracy']:.2%}  {record['images_per_second']:,.0f} images/s  "
+                f"{self.test} {record['test_accuracy']:.2%}  {record['images_per_second']:,.0f} images/s  "
                 f"waiting for data {record['data_wait']:.1%}  {record['seconds']:.1f} s",
                 highlight=False,
             )

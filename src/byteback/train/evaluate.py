@@ -3,26 +3,19 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
 from rich.console import Console
-from torch import Tensor
 
 import byteback
 from byteback.recipes import Recipe
-from byteback.train import checkpoint, data, layout, networks
-from byteback.train.detect import run as detect
-from byteback.train.loop import test
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from byteback.train import checkpoint, config_file, tasks
+from byteback.train.config import TrainConfig
+from byteback.train.data import Data
 
 
 @dataclass(frozen=True)
@@ -47,52 +40,32 @@ def run(config: EvalConfig, console: Console) -> None:
         torch.set_num_threads(config.threads)
     path = Path(config.checkpoint)
     contents = checkpoint.load(path)
-    accuracy, loss = evaluate(path, config.data_path, config.data, config.float32)
+    begun = trained_with(path, contents)
+    asked = replace(begun, data=config.data or begun.data, data_path=config.data_path or begun.data_path, augment=False)
+    tested = evaluate(asked, contents, tasks.load(asked), config.float32)
     how = "float32" if config.float32 else contents["variant"]
     done = checkpoint.progress_of(contents)
     console.print(f"{path}: {how}, seed {contents['seed']}, {done.epoch} epochs", highlight=False)
-    what = f"mAP {accuracy:.2%}" if math.isnan(loss) else f"accuracy {accuracy:.2%}, loss {loss:.4f}"
-    console.print(what, highlight=False)
+    console.print(tested, highlight=False)
 
 
-def evaluate(
-    path: Path,
-    data_path: str | None = None,
-    data_name: str | None = None,
-    in_float: bool = False,
-    workers: int = 2,
-    download: bool = True,
-) -> tuple[float, float]:
-    """(accuracy, loss) of a checkpoint; (mAP, NaN) of a detector's."""
-    contents = checkpoint.load(path)
-    asked = tomllib.loads(contents["config"])
-    if asked.get("task") == "detect":
-        return detect.evaluate(contents, asked, data_name or asked["data"], in_float, workers), float("nan")
-    images = data.load(
-        *(data_name or asked["data"], data_path or asked.get("data_path")),
-        image_size=contents["image_size"],
-        workers=workers,
-        download=download,
-        frames=contents.get("frames", 0),
-        frame_stride=asked.get("frame_stride", 1),
-    )
-    if images.classes != contents["classes"] or images.image_size != contents["image_size"]:
+def trained_with(path: Path, contents: dict[str, Any]) -> TrainConfig:
+    """The config of the run that a checkpoint is of."""
+    return config_file.parse(contents["config"], path).complete()
+
+
+def evaluate(config: TrainConfig, contents: dict[str, Any], images: Data, in_float: bool = False) -> str:
+    """What a checkpoint comes to on the test images, for people."""
+    checkpoint.must_know(contents, images.name, images.classes, images.names)
+    shape, known = (images.image_size, images.channels), (contents["image_size"], contents["channels"])
+    if shape[0] != known[0] or shape[1] not in (1, known[1]):  # one channel is repeated
         raise ValueError(
-            f"eval: {path} knows {contents['classes']} classes of {contents['image_size']}x{contents['image_size']} "
-            "pixels, but "
-            f"{images.name} has {images.classes} of {images.image_size}x{images.image_size}. Choose the data set it was "
-            "trained on."
+            f"eval: the checkpoint knows images of {known[0]}x{known[0]} pixels with {known[1]} channels, but {images.name} "
+            f"has {shape[0]}x{shape[0]} with {shape[1]}. Choose the data set it was trained on."
         )
-    channels = contents["channels"]
-    last = asked.get("channels_last", True)
-    model = layout.lay_out(networks.build(asked["model"], images.image_size, images.classes, channels, images.frames), last)
-    if contents["recipe"]:
-        byteback.prepare(model, Recipe.from_dict(contents["recipe"]), keep_float=asked.get("keep_float", ()))
+    recipe = Recipe.from_dict(contents["recipe"]) if contents["recipe"] else None
+    model = tasks.build(config, recipe, images, begun=True)
     model.load_state_dict(contents["model"])
-    if in_float and contents["recipe"]:
+    if in_float and recipe:
         byteback.restore(model)
-
-    def as_asked(x: Tensor) -> Tensor:
-        return layout.as_asked(x, channels, last)
-
-    return test(model, images.test, as_asked, frames=images.frames)
+    return tasks.tested(config, model, images, contents["channels"])

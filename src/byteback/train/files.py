@@ -32,8 +32,8 @@ def replace(path: Path, data: bytes) -> None:
             fresh.unlink(missing_ok=True)
         kept = f" The one of before is still there, in {path}." if path.exists() else ""
         raise OSError(
-            f"{path} could not be written ({len(data) / 2**20:.1f} MB): {error.strerror or error}.{kept} Make room or "
-            "choose another --output-dir."
+            f"{path} could not be written ({len(data) / 2**20:.1f} MB): {error.strerror or error}.{kept} Make room, "
+            "or choose another place for it."
         ) from error
 
 

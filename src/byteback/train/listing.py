@@ -13,6 +13,7 @@ from byteback import models, tables
 from byteback.models import SMALL_IMAGE
 from byteback.recipes import recipe_classes
 from byteback.train import networks, video_networks
+from byteback.train.detect import networks as detectors
 from byteback.train.variants import FLOAT
 
 
@@ -67,6 +68,8 @@ def model_names(config: ModelsConfig, console: Console) -> None:
     console.print(", ".join(networks.torchvision_names()), highlight=False)
     console.print("\n[bold]for --task video[/], besides tsn:NAME, which averages NAME's logits over the frames of a clip")
     console.print(", ".join(video_networks.names()), highlight=False)
+    console.print("\n[bold]for --task detect[/], with --backbone " + ", ".join(detectors.BACKBONES))
+    console.print(", ".join(detectors.NAMES), highlight=False)
     package = networks.timm()
     if package is None:
         console.print("\n[bold]timm:NAME[/] any network of timm, once it is installed: pip install timm")

@@ -22,10 +22,11 @@ from torch.nn import functional as F
 
 import byteback
 from byteback.ops import native
+from byteback.recipes import Recipe
 from byteback.train import checkpoint, config_file, files, histograms, layout, networks, schedule, watch
 from byteback.train.board import Board
 from byteback.train.checkpoint import BEST, LAST, Progress
-from byteback.train.config import TrainConfig
+from byteback.train.config import TrainConfig, float_layers
 from byteback.train.data import Batch, Data, Source, draws
 from byteback.train.interrupt import Stop, Stopped
 from byteback.train.variants import Variant
@@ -132,13 +133,15 @@ class Run:
 
         start = time.perf_counter()
         accuracy, test_loss, more = self._test()
+        if math.isinf(test_loss) or (math.isnan(test_loss) and "mAP" not in more):  # a detector's test has no loss
+            raise Diverged(f"the test loss became {test_loss} after epoch {now.epoch}")
         self._close_epoch(accuracy, test_loss, time.perf_counter() - start, more)
 
     # ---- what a task may do otherwise ----
 
     def _build(self) -> nn.Module:
         """The network, ready to train."""
-        return build(self.config, self.member.variant, self.data, self.channels)
+        return build(self.config, self.member.variant.recipe, self.data, self.channels)
 
     def _loss(self, images: Any, labels: Any) -> tuple[Tensor, int]:
         """The loss of a batch, and how many of its images were recognized."""
@@ -277,6 +280,7 @@ class Run:
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             **{"threads": torch.get_num_threads(), "path": native.current()},
             **{"saved_bytes": kept.saved, "peak_bytes": kept.peak},
+            "settings": config_file.settings(config),
             "layers": watch.described(self.model, recipe is not None),
         }
 
@@ -299,7 +303,8 @@ class Run:
             "config": config_file.to_text(self.config),
             **{"variant": member.variant.name, "recipe": recipe.to_dict() if recipe else None, "seed": member.seed},
             **{"classes": self.data.classes, "image_size": self.data.image_size, "channels": self.channels},
-            "frames": self.data.frames,
+            **{"frames": self.data.frames, "class_names": list(self.data.names)},
+            "images": [len(self.data.train), len(self.data.test)],
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
@@ -316,6 +321,7 @@ class Run:
         if not path.exists():
             return {}
         contents = checkpoint.load(path)
+        self._must_be_of_this_run(path, contents)
         try:
             self.model.load_state_dict(contents["model"])
             self.optimizer.load_state_dict(contents["optimizer"])
@@ -328,13 +334,28 @@ class Run:
         lengths: dict[str, int] = contents["lengths"]
         return lengths
 
+    def _must_be_of_this_run(self, path: Path, contents: dict[str, Any]) -> None:
+        """Bit for bit goes on only what was begun with the same recipe, settings and images."""
+        recipe = self.member.variant.recipe
+        asked: dict[str, Any] = {"recipe": recipe.to_dict() if recipe else None, "seed": self.member.seed}
+        asked["images"] = [len(self.data.train), len(self.data.test)]
+        then = {name: contents.get(name, value) for name, value in asked.items()}  # those of before have no images
+        asked |= config_file.settings(self.config)
+        then |= config_file.settings(config_file.parse(contents["config"], path).complete())
+        for name, value in asked.items():
+            if then[name] != value:
+                raise ValueError(
+                    f"{path} was begun with another {name}: {then[name]}, and this is {value}. --resume goes on bit for bit; "
+                    "put it back, or start a new run with another --output-dir."
+                )
 
-def build(config: TrainConfig, variant: Variant, data: Data, channels: int) -> nn.Module:
+
+def build(config: TrainConfig, recipe: Recipe | None, data: Data, channels: int) -> nn.Module:
     """The network of a member, ready to train."""
     assert config.model
     model = networks.build(config.model, data.image_size, data.classes, channels, data.frames)
     model = layout.lay_out(model, config.channels_last)
-    return byteback.prepare(model, variant.recipe, keep_float=config.keep_float) if variant.recipe else model
+    return byteback.prepare(model, recipe, keep_float=float_layers(config.keep_float)) if recipe else model
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from byteback import models
 from byteback.models import SMALL_IMAGE
+from byteback.near import unknown
 from byteback.torchvision_compat import load
 from byteback.train import video_networks
-from byteback.train.near import unknown
 
 TIMM = "timm:"
 
@@ -52,7 +52,7 @@ def check(name: str, image_size: int, classes: int, channels: int, frames: int =
     try:
         with torch.no_grad():
             output = model(torch.zeros(2, *shape))
-    except RuntimeError as error:
+    except Exception as error:  # every network has its own way to say that a size does not fit
         raise ValueError(
             f"train: {name} cannot take {'clips' if frames else 'images'} of {' x '.join(map(str, shape))}: {error}. Choose "
             f"another network, or larger images with --image-size{' or more --frames' if frames else ''}."

@@ -61,6 +61,13 @@ def result_of(records: Sequence[dict[str, Any]], recipe: str, seed: int, folder:
     }
 
 
+def begun_with(folder: Path) -> dict[str, Any] | None:
+    """The recipe that a member was begun with, as data; None for float32 and for one that was not begun."""
+    start: dict[str, Any] = next((record for record in files.read_lines(folder / METRICS) if record["kind"] == "start"), {})
+    recipe: dict[str, Any] | None = start.get("recipe_data")
+    return recipe
+
+
 def rows(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per recipe: means over its finished seeds, those that diverged, and the paired difference to float32."""
     over = [result for result in results if result["state"] in ("finished", "diverged")]
@@ -115,7 +122,7 @@ def comparison(table: Sequence[dict[str, Any]], score: str = "accuracy") -> Any:
                 str(len(row["seeds"])) + (f" ({lost})" if lost else ""),
                 f"{row['accuracy']:.2%}" + (f" ± {100 * spread:.2f}" if spread is not None else ""),
                 difference + (f" ± {100 * error:.2f}" if error is not None else ""),
-                *("NaN" if row[name] is None else f"{row[name]:.4f}" for name in ("train_loss", "test_loss")),
+                *("" if row[name] is None else f"{row[name]:.4f}" for name in ("train_loss", "test_loss")),
                 f"{row['images_per_second']:,.0f}",
                 "" if row["ratio_to_float32"] is None else f"{row['ratio_to_float32']:.2f}x",
                 f"{row['saved_bytes'] / 2**20:.1f} MB" + ("" if row["saved_ratio"] is None else f" {row['saved_ratio']:.2f}x"),

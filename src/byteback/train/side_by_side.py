@@ -6,9 +6,9 @@ Recipes take turns within a seed, so that a run that is cut short has compared s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -20,16 +20,16 @@ from rich.console import Console
 
 import byteback
 from byteback.ops import native
-from byteback.train import checkpoint, config_file, data, files, networks, results
+from byteback.train import checkpoint, config_file, data, files, results, tasks
 from byteback.train.config import TrainConfig
-from byteback.train.detect import run as detect
 from byteback.train.display import Display
 from byteback.train.evaluate import evaluate
 from byteback.train.interrupt import Stop, Stopped
-from byteback.train.loop import Member, train
+from byteback.train.loop import Member
+from byteback.train.tasks import SCORES
 
 SUMMARY = "summary.json"
-SCORES = {"classify": "accuracy", "video": "accuracy", "detect": "mAP"}  # what a task calls the number that it is judged by
+_NAMED = 8  # classes that the first line names
 
 
 def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Console], None] | None = None) -> int:
@@ -43,8 +43,16 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
     config = dataclasses.replace(config.complete(), threads=torch.get_num_threads())
     assert config.model and config.image_size and config.epochs and config.frames
     native.current()  # an unknown BYTEBACK_PATH should fail now
-    images, parameters = _load(config)
-    what = f"clips of {images.frames} frames of" if images.frames else "images of"
+    images = tasks.load(config)
+    parameters = tasks.check(config, images)
+    size = (
+        f"{images.image_size} pixels (shorter side)"
+        if config.task == "detect"
+        else f"{images.image_size}x{images.image_size} pixels"
+    )
+    what = f"clips of {images.frames} frames of {size}" if images.frames else f"images of {size}"
+    if images.names:
+        what += f" with {', '.join(images.names[:_NAMED])}" + (", ..." if len(images.names) > _NAMED else "")
     folder = _folder(config)
     files.make_folder(folder)
     with files.locked(folder):
@@ -55,16 +63,24 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
             for variant in config.variants()
         ]
         if config.test_only:
-            return _test(members, config, console)
+            return _test(members, config, images, console)
+        _must_fit(folder, members)
+        before = config_file.read(folder / config_file.NAME) if config.resume is not None else None
         files.replace(folder / config_file.NAME, config_file.to_text(config).encode())
         console.print(
-            f"[bold]{config.model}[/] ({parameters:,} parameters) on [bold]{config.data}[/]: {len(images.train):,} {what} "
-            f"{images.image_size}x{images.image_size} pixels, {len(images.test):,} for the test; {config.epochs} epochs, "
-            "batch size "
+            f"[bold]{config.model}[/] ({parameters:,} parameters) on [bold]{config.data}[/]: {len(images.train):,} {what}, "
+            f"{len(images.test):,} for the test; {config.epochs} epochs, batch size "
             f"{config.batch_size}, {len(config.recipe)} recipes x {len(config.seed)} seeds, {config.threads} threads, path "
             f"{native.current()}\nin {folder}\n",
             highlight=False,
         )
+        if before is not None and before.threads != config.threads:
+            console.print(
+                f"The run was begun with {before.threads} threads. Layers in float may round otherwise with {config.threads}, "
+                "so what follows is no longer what an uninterrupted run would give, bit for bit.\n",
+                highlight=False,
+            )
+        summarize(config, folder, members, images)  # so that the command is known, however this ends
         try:
             code = _train(config, folder, members, images, console)
         finally:
@@ -74,27 +90,9 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
         return code
 
 
-def _load(config: TrainConfig) -> tuple[data.Data, int]:
-    """The data, and how many parameters the network has that is to learn them."""
-    assert config.model and config.image_size and config.frames
-    if config.task == "detect":
-        return detect.load(config)
-    images = data.load(
-        *(config.data, config.data_path),
-        image_size=config.image_size,
-        augment=config.augment,
-        download=config.download,
-        workers=config.workers,
-        frames=config.frames,
-        frame_stride=config.frame_stride,
-    )
-    channels = networks.channels_for(config.model, images.channels)
-    return images, networks.check(config.model, images.image_size, images.classes, channels, images.frames)
-
-
 def _train(config: TrainConfig, folder: Path, members: list[Member], images: data.Data, console: Console) -> int:
     assert config.epochs
-    with Stop() as stop, Display(console, len(members), config.epochs) as display:
+    with Stop() as stop, Display(console, len(members), config.epochs, SCORES[config.task]) as display:
         try:
             for member in members:
                 stop.check()
@@ -102,8 +100,7 @@ def _train(config: TrainConfig, folder: Path, members: list[Member], images: dat
                 if results.is_finished(member.folder):
                     display.say(f"{member.variant.name} seed {member.seed} is finished already")
                 else:
-                    begin = detect.train if config.task == "detect" else train
-                    begin(config, member, images, display, stop)
+                    tasks.train(config, member, images, display, stop)
                     done = results.member_result(member, folder)
                     if done["state"] == "diverged":
                         display.say(f"{member.variant.name} seed {member.seed} diverged in epoch {done['epochs'] + 1}")
@@ -158,7 +155,7 @@ def summarize(config: TrainConfig, folder: Path, members: list[Member], images: 
         **{"epochs": config.epochs, "batch_size": config.batch_size, "seeds": list(config.seed)},
         **{"threads": config.threads, "path": native.current(), "byteback": byteback.__version__, "torch": torch.__version__},
         "finished": all(result["state"] in ("finished", "diverged") for result in found),
-        "command": shlex.join(["byteback", *sys.argv[1:]]),
+        "command": _first_command(folder),
         "rows": results.rows(found),
         "members": found,
     }
@@ -166,14 +163,37 @@ def summarize(config: TrainConfig, folder: Path, members: list[Member], images: 
     return summary
 
 
-def _test(members: list[Member], config: TrainConfig, console: Console) -> int:
+def _first_command(folder: Path) -> str:
+    """The command that began the run; one that resumed it would not make it again."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((folder / SUMMARY).read_bytes())["command"])
+    return shlex.join(["byteback", *sys.argv[1:]])
+
+
+def _must_fit(folder: Path, members: list[Member]) -> None:
+    """A member that joins a run, or goes on in it, is compared with those of the same name: they must be the same recipe."""
+    for name in dict.fromkeys(member.variant.name for member in members):
+        own = [member for member in members if member.variant.name == name]
+        if all(results.is_finished(member.folder) for member in own):
+            continue
+        recipe = own[0].variant.recipe
+        for member in own:
+            then = results.begun_with(member.folder)
+            if then is not None and recipe is not None and then != recipe.to_dict():
+                differ = ", ".join(f"{key} = {then.get(key)}" for key, now in recipe.to_dict().items() if then.get(key) != now)
+                raise ValueError(
+                    f"train: {name} with seed {member.seed} in {folder} was begun with {differ}, which is not what the name "
+                    "stands for now, so a row would mix two recipes. Start a run with another --output-dir."
+                )
+
+
+def _test(members: list[Member], config: TrainConfig, images: data.Data, console: Console) -> int:
     """--test-only: the newest checkpoint of every member."""
     for member in members:
         path = member.folder / checkpoint.LAST
         if not path.exists():
             console.print(f"{member.variant.name} seed {member.seed}: no checkpoint yet", highlight=False)
             continue
-        accuracy, loss = evaluate(path, config.data_path, workers=config.workers, download=config.download)
-        shown = f"{SCORES[config.task]} {accuracy:.2%}" + ("" if math.isnan(loss) else f", loss {loss:.4f}")
-        console.print(f"{member.variant.name} seed {member.seed}: {shown}", highlight=False)
+        tested = evaluate(config, checkpoint.load(path), images)
+        console.print(f"{member.variant.name} seed {member.seed}: {tested}", highlight=False)
     return 0

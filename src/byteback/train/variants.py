@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from byteback.near import unknown
 from byteback.quantize import ClipRule, TensorRule
 from byteback.recipes import LearningRateRule, Recipe, recipe_classes
-from byteback.train.near import unknown
 
 FLOAT = "float32"
 Tables = Mapping[str, Mapping[str, Any]]
@@ -55,7 +55,12 @@ def parse(spec: str, tables: Tables | None = None) -> Variant:
     tables = tables or {}
     base, _, options = spec.partition(":")
     changes = dict(_option(spec, part) for part in options.split(",")) if options else {}
-    if base in tables:
+    passed: list[str] = []
+    while base in tables:
+        if base in passed or base in (FLOAT, *recipe_classes()):
+            why = "it is its own base in the end" if base in passed else "there is a recipe of that name"
+            raise ValueError(f"recipes.{base}: {why}. Choose another name.")
+        passed.append(base)
         table = dict(tables[base])
         below = table.pop("base", None)
         if not isinstance(below, str):
@@ -99,22 +104,23 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _change(spec: str, recipe: Recipe, key: str, value: Any) -> Recipe:
     """The recipe with every field that `key` names set to `value`."""
-    paths = dict(_paths(recipe))
+    fields = {path: (value, optional) for path, value, optional in _paths(recipe)}
+    paths = {path: value for path, (value, _) in fields.items()}
     chosen = [path for path in paths if path == key] or [path for path in paths if path.endswith("." + key)]
     if not chosen:
         short = dict.fromkeys(part for path in paths for part in (path, path.rsplit(".", 1)[-1]))
         raise unknown(f"recipe {spec!r}", "option", key, sorted(short, key=lambda name: (name.count("."), name)))
     changed = recipe
     for path in chosen:
-        changed = _replace(changed, path.split("."), _converted(spec, path, paths[path], value))
+        changed = _replace(changed, path.split("."), _converted(spec, path, *fields[path], value))
     return changed
 
 
-def _paths(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every field, the nested ones too."""
+def _paths(data: Any, prefix: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """(dotted path, value, whether it may be None) of every field, the nested ones too."""
     for field in dataclasses.fields(data):
         value = getattr(data, field.name)
-        yield prefix + field.name, value
+        yield prefix + field.name, value, "None" in str(field.type)
         if dataclasses.is_dataclass(value):
             yield from _paths(value, f"{prefix}{field.name}.")
 
@@ -124,9 +130,11 @@ def _replace(data: Any, path: list[str], value: Any) -> Any:
     return dataclasses.replace(data, **{path[0]: inner})
 
 
-def _converted(spec: str, path: str, now: Any, value: Any) -> Any:
+def _converted(spec: str, path: str, now: Any, optional: bool, value: Any) -> Any:
     """`value` as the kind of thing that the field holds."""
     if value is None or (isinstance(value, str) and value.lower() == "none"):
+        if not optional:
+            raise ValueError(f"recipe {spec!r}: {path} is {now!r}, and cannot be none. Give it a value of its own kind.")
         return None
     if isinstance(now, bool) and isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from byteback.near import unknown
 from byteback.train.data.clips import clips
 from byteback.train.data.downloaded import downloaded, found
 from byteback.train.data.embedded import digits
 from byteback.train.data.folder import folder
 from byteback.train.data.moving_items import moving_items
 from byteback.train.data.source import Batch, Data, Source
-from byteback.train.near import unknown
 
 __all__ = ["Batch", "Data", "Source", "load", "root", "state", "NAMES"]
 

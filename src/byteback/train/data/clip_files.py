@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clips on disk: where they are, what their labels are, and how the frames of one are read.
 
-    frames:PATH   PATH/CLASS/CLIP/FRAME.png, a folder of images per clip, in the order of their names
+    frames:PATH   PATH/CLASS/CLIP/FRAME.png, a folder of images per clip, in the order of their numbers or names
     clips:PATH    PATH/CLASS/CLIP.mp4, or PATH/labels.csv with the columns file and label (and perhaps split)
 
 CLASS may lie in PATH/train and PATH/val (or test). Without them every fifth clip of a class is for the test. A video is decoded
@@ -11,6 +11,7 @@ by PyAV; an image in a video's place is a sheet of 4x4 frames, row by row.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,11 +88,16 @@ def _is_clip(kind: str, entry: Path) -> bool:
 
 def _from_table(path: Path) -> Listing:
     where = path / "labels.csv"
-    with where.open(newline="", encoding="utf-8") as file:
+    with where.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets put a mark before the first letter
         rows = list(csv.DictReader(file))
     if not rows or not {"file", "label"} <= rows[0].keys():
         raise ValueError(f"{where}: it must have the columns file and label, and a row for every clip.")
+    for line, row in enumerate(rows, start=2):
+        if not row["file"] or not row["label"]:
+            raise ValueError(f"{where}, line {line}: it lacks the file or the label. Complete it, or remove the line.")
     labels = sorted({row["label"] for row in rows}, key=lambda label: (len(label), label))  # numbers by their size
+    if len(labels) < 2:
+        raise ValueError(f"{where}: every clip has the label {labels[0]!r}; a classifier needs two or more.")
     names = {row["label"]: row.get("class") or row["label"] for row in rows}
     by_class: dict[str, list[Clip]] = {label: [] for label in labels}
     splits: dict[str, list[Clip]] = {"train": [], "test": []}
@@ -108,6 +114,9 @@ def _from_table(path: Path) -> Listing:
         return Listing([names[label] for label in labels], *_parted(by_class.values()))
     if not splits["train"] or not splits["test"]:
         raise ValueError(f"{where}: the column split leaves train or test empty. Give clips to both.")
+    unseen = set(range(len(labels))) - {clip.label for clip in splits["train"]}
+    if unseen:
+        raise ValueError(f"{where}: no clip with the label {labels[min(unseen)]!r} is for training. Give it some.")
     return Listing([names[label] for label in labels], splits["train"], splits["test"])
 
 
@@ -142,10 +151,21 @@ def choose(total: int, frames: int, stride: int, random: np.ndarray | None) -> l
     return [min(start + i * stride, total - 1) for i in range(frames)]
 
 
+def in_time(name: str) -> tuple[tuple[int, str], ...]:
+    """Sorts names of frames: numbers in them count by their value, whether or not they are filled up with zeros.
+
+    >>> sorted(["frame10.png", "frame9.png", "frame1.png"], key=in_time)
+    ['frame1.png', 'frame9.png', 'frame10.png']
+    """
+    parts = re.split(r"(\d+)", name)
+    return tuple((int(part), part) if part.isascii() and part.isdigit() else (0, part) for part in parts)
+
+
 def read(path: Path, frames: int, stride: int, random: np.ndarray | None) -> np.ndarray:
     """(frames, height, width, 3) uint8; a ValueError says what is wrong with which file."""
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGES and not file.name.startswith("."))
+        images = (file for file in path.iterdir() if file.suffix.lower() in IMAGES and not file.name.startswith("."))
+        files = sorted(images, key=lambda file: in_time(file.name))
         if not files:
             raise ValueError(f"{path} has no image. Put its frames there, or remove the folder.")
         pictures = [_image(files[i]) for i in choose(len(files), frames, stride, random)]

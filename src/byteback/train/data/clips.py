@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from byteback.torchvision_compat import load
 from byteback.train.data import clip_files, draws
 from byteback.train.data.clip_files import VIDEOS, Clip
-from byteback.train.data.folder import FromFolder, Unreadable
+from byteback.train.data.from_disk import FromDisk, Unreadable, stacked
 from byteback.train.data.source import Data
 
 _MEAN, _STD = [0.43216, 0.394666, 0.37645], [0.22803, 0.22145, 0.216989]  # Kinetics', as torchvision's video networks use
@@ -46,13 +46,6 @@ class _Clips(Dataset[Any]):
         return frames.transpose(0, 1), clip.label
 
 
-class FromClips(FromFolder):
-    """A split on disk."""
-
-    def __init__(self, dataset: _Clips, workers: int) -> None:
-        self.dataset, self.workers = dataset, workers  # type: ignore[assignment]
-
-
 def clips(kind: str, path: Path, frames: int, stride: int, image_size: int, augment: bool, workers: int) -> Data:
     """The data set in `path`."""
     load()
@@ -67,5 +60,5 @@ def clips(kind: str, path: Path, frames: int, stride: int, image_size: int, augm
     random = [scale, v2.RandomHorizontalFlip(), *end]
     train = _Clips(found.train, frames, stride, v2.Compose(random if augment else plain), anywhere=augment)
     test = _Clips(found.test, frames, stride, v2.Compose(plain), anywhere=False)
-    splits = FromClips(train, workers), FromClips(test, workers)
-    return Data(f"{kind}:{path}", len(found.classes), image_size, 3, *splits, frames=frames)
+    splits = FromDisk(train, workers, stacked), FromDisk(test, workers, stacked)
+    return Data(f"{kind}:{path}", len(found.classes), image_size, 3, *splits, frames, tuple(found.classes))

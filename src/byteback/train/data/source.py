@@ -46,6 +46,8 @@ class Data:
     test: Source
     frames: int = 0
     """Of a clip; 0 for images."""
+    names: tuple[str, ...] = ()
+    """Of the classes, where the files say them; the background of detections is none of them."""
 
     def close(self) -> None:
         """Ends what reads it."""

@@ -12,11 +12,12 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from byteback.train.near import unknown
+from byteback.near import unknown
 
 Box = tuple[float, float, float, float]
 _NAMED = 5  # boxes that a warning names one by one
 _ROUNDING = 0.5  # pixels outside of the image that x + width may come to
+_LEAST_SIDE = 0.01  # pixels; a thinner box would have no area once it is float32, moved and made smaller
 
 
 @dataclass
@@ -43,6 +44,9 @@ class Checks:
     """Adds objects to pictures, if they can be right; `finish` warns of those that were left out."""
 
     def __init__(self, data: str, classes: list[str]) -> None:
+        if len(set(classes)) != len(classes):
+            twice = next(name for name in classes if classes.count(name) > 1)
+            raise ValueError(f"{data}: the class {twice!r} is there twice, so its objects cannot be told apart. Rename one.")
         self.data, self.classes = data, classes
         self.numbers = {name: number for number, name in enumerate(classes, 1)}
         self.without_area: list[str] = []
@@ -62,7 +66,7 @@ class Checks:
                 "Repair the annotation."
             )
         x1, y1, x2, y2 = inside
-        if x1 >= x2 or y1 >= y2:
+        if x2 - x1 < _LEAST_SIDE or y2 - y1 < _LEAST_SIDE:
             self.without_area.append(f"{where} {shown}")
             return
         picture.boxes.append(inside)

@@ -14,12 +14,20 @@ from typing import Any
 
 from byteback.train.detect.annotations import Box, Checks, Picture, Split, existing
 
+Id = int | str  # COCO's own are integers; some tools write names
+
 
 def load(path: Path) -> tuple[Split, Split]:
     """The training and the test split."""
     train, test = (_file(path, split) for split in ("train", "val"))
     first, second = _read(train), _read(test)
     classes = _classes(train, first)
+    for number, name in _classes(test, second).items():
+        if classes.get(number) != name:
+            known = f"calls {number} {classes[number]!r}" if number in classes else f"has no category {number}"
+            raise ValueError(
+                f"{test}: category {number} is {name!r}, but {train.name} {known}. Give both files the same categories."
+            )
     checks = Checks(f"coco:{path}", list(classes.values()))
     splits = [Split(_pictures(path, *pair, checks, classes), checks.classes) for pair in ((train, first), (test, second))]
     checks.finish()
@@ -40,39 +48,46 @@ def _read(file: Path) -> dict[str, Any]:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: this is no JSON: {error}.") from error
-    missing = [key for key in ("images", "annotations", "categories") if not isinstance(data, dict) or key not in data]
-    if missing:
-        raise ValueError(f"{file}: it has no {', '.join(missing)}, so it is no file of COCO's instances.")
-    assert isinstance(data, dict)
-    return data
+    lists = {key: data.get(key) if isinstance(data, dict) else None for key in ("images", "annotations", "categories")}
+    for key, entries in lists.items():
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise ValueError(f"{file}: it has no list of {key}, each with its fields, so it is no file of COCO's instances.")
+    return lists
 
 
-def _classes(file: Path, data: dict[str, Any]) -> dict[Any, str]:
+def _classes(file: Path, data: dict[str, Any]) -> dict[Id, str]:
     try:
-        return {entry["id"]: str(entry["name"]) for entry in sorted(data["categories"], key=lambda entry: entry["id"])}
-    except (KeyError, TypeError) as error:
+        return dict(sorted((_id(entry["id"]), str(entry["name"])) for entry in data["categories"]))
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: a category lacks its id or its name ({error}). Repair it.") from error
 
 
-def _pictures(path: Path, file: Path, data: dict[str, Any], checks: Checks, classes: dict[Any, str]) -> list[Picture]:
+def _id(value: Any) -> Id:
+    if not isinstance(value, Id):
+        raise TypeError(f"id is {value!r}")
+    return value
+
+
+def _pictures(path: Path, file: Path, data: dict[str, Any], checks: Checks, classes: dict[Id, str]) -> list[Picture]:
     folders = [path / file.stem.removeprefix("instances_"), path / "images", path]
-    pictures: dict[Any, Picture] = {}
+    pictures: dict[Id, Picture] = {}
     for entry in data["images"]:
         where = f"{file}, image {entry.get('id')} ({entry.get('file_name')})"
         try:
-            name, size = entry["file_name"], (int(entry["width"]), int(entry["height"]))
+            number, name, size = _id(entry["id"]), str(entry["file_name"]), (int(entry["width"]), int(entry["height"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: it lacks {error}; id, file_name, width and height are needed. Repair it.") from error
         image = next((folder / name for folder in folders if (folder / name).is_file()), folders[0] / name)
-        pictures[entry["id"]] = Picture(existing(image, where), *size)
+        pictures[number] = Picture(existing(image, where), *size)
     if not pictures:
         raise ValueError(f"{file}: it names no image.")
     for entry in data["annotations"]:
         where = f"{file}, object {entry.get('id')}"
-        if entry.get("image_id") not in pictures:
-            raise ValueError(f"{where}: its image_id {entry.get('image_id')} is none of the file's images. Repair it.")
-        name = classes.get(entry.get("category_id"), f"category_id {entry.get('category_id')}")
-        checks.add(pictures[entry["image_id"]], where, name, _box(entry, where), bool(entry.get("iscrowd", 0)))
+        image, kind = entry.get("image_id"), entry.get("category_id")
+        if not isinstance(image, Id) or image not in pictures:
+            raise ValueError(f"{where}: its image_id {image} is none of the file's images. Repair it.")
+        name = classes.get(kind, f"category_id {kind}") if isinstance(kind, Id) else f"category_id {kind}"
+        checks.add(pictures[image], where, name, _box(entry, where), bool(entry.get("iscrowd", 0)))
     return list(pictures.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,6 @@ import numpy as np
 from torch import Tensor
 
 from byteback.train.detect.annotations import Picture, Split
-
-_RECALLS = 101  # of COCO's curves
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,15 @@ class Scores:
     per_class: dict[str, float]
     curves: Curves | None = None
 
+    def __str__(self) -> str:
+        shown = {
+            "mAP": self.mAP,
+            "AP50": self.AP50,
+            "AP75": self.AP75,
+            **{f"AP of {name}": ap for name, ap in self.per_class.items()},
+        }
+        return ", ".join(f"{what} {'none' if math.isnan(value) else f'{value:.2%}'}" for what, value in shown.items())
+
     def record(self) -> dict[str, Any]:
         """As metrics.jsonl has it."""
         return {"mAP": self.mAP, "AP50": self.AP50, "AP75": self.AP75, "per_class_AP": self.per_class}
@@ -41,17 +49,13 @@ class Scores:
 
 def score(split: Split, detections: dict[int, dict[str, Tensor]]) -> Scores:
     """The metrics of detections, which are by the index of their image: boxes, labels, scores."""
-    COCO, COCOeval = _pycocotools()
+    COCO, COCOeval = pycocotools()
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it is doing
         truth = COCO()
         truth.dataset = _truth(split)
         truth.createIndex()
         rows = [row for index, found in detections.items() for row in _rows(index, found)]
-        guesses = truth.loadRes(np.asarray(rows)) if rows else None
-        if guesses is None:
-            nothing = np.zeros((len(split.classes), _RECALLS))
-            return Scores(0.0, 0.0, 0.0, dict.fromkeys(split.classes, 0.0), Curves(nothing, nothing))
-        run = COCOeval(truth, guesses, "bbox")
+        run = COCOeval(truth, truth.loadRes(np.asarray(rows)) if rows else COCO(), "bbox")
         run.evaluate()
         run.accumulate()
     # precision: [overlaps, recalls, classes, sizes of objects, numbers of detections]; -1 where there is nothing to find
@@ -106,7 +110,8 @@ def _rows(index: int, found: dict[str, Tensor]) -> list[list[float]]:
     return [[index, *corner, score, label] for corner, score, label in pairs]
 
 
-def _pycocotools() -> Any:
+def pycocotools() -> Any:
+    """Its two classes, or an error that says how to get them."""
     try:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval

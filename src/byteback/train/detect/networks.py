@@ -10,15 +10,16 @@ cost little, and their gradient is that of the loss itself: a few large values a
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from byteback.near import unknown
 from byteback.torchvision_compat import load
-from byteback.train.near import unknown
+from byteback.train.config import float_layers
 
 BACKBONES = ("resnet18", "resnet50", "mobilenet_v3_large")
 KEEP_FLOAT = {
@@ -34,18 +35,19 @@ _LONGEST = 1333 / 800  # torchvision's ratio of the longest to the shortest side
 _TRAINED_STAGES = 3  # of a backbone that was trained before
 
 
-def keep_float(model: str, asked: tuple[str, ...]) -> tuple[str, ...]:
-    """The wildcards of the layers that stay float: those asked for, the detector's default, or nothing for "none".
-
-    >>> keep_float("retinanet_resnet50_fpn", ("backbone.fpn",)), keep_float("retinanet_resnet50_fpn", ("none",))
-    (('backbone.fpn',), ())
-    """
-    return () if asked == ("none",) else asked or KEEP_FLOAT[model]
+def keep_float(model: str, asked: Sequence[str]) -> tuple[str, ...]:
+    """The wildcards of the layers that stay float: those asked for, the detector's default, or nothing for "none"."""
+    return float_layers(asked, KEEP_FLOAT[model])
 
 
 def default_backbone(model: str) -> str:
     """The backbone that is in the detector's name."""
     return "mobilenet_v3_large" if model == _SSD else "resnet50"
+
+
+def small_backbone(model: str) -> str:
+    """The smallest backbone that the detector takes."""
+    return "mobilenet_v3_large" if model == _SSD else "resnet18"
 
 
 def build(
@@ -136,13 +138,3 @@ def _load_backbone(body: nn.Module, name: str, path: Path) -> None:
         what = f"it has no {missing[0]}" if missing else f"its {differ[0]} has shape {tuple(state[differ[0]].shape)}"
         raise ValueError(f"{path}: these are not the weights of {name}: {what}. Choose the --backbone that they belong to.")
     body.load_state_dict({key: state[key] for key in needed})
-
-
-def check(
-    model: str, backbone: str | None, classes: int, image_size: int, checkpoint: str | None, anchor_size: int | None
-) -> int:
-    """Builds the detector once, so that a mistake shows before the first run; its parameters."""
-    random = torch.get_rng_state()
-    network = build(model, backbone, classes, image_size, checkpoint, anchor_size)
-    torch.set_rng_state(random)
-    return sum(math.prod(parameter.shape) for parameter in network.parameters())

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import byteback
 from byteback.recipes import Recipe
+from byteback.train import checkpoint
 from byteback.train.config import TrainConfig
 from byteback.train.data import Data
-from byteback.train.detect import metrics, networks, source
+from byteback.train.detect import metrics, networks
 from byteback.train.detect.showcase import Showcase
 from byteback.train.detect.source import DetectData
 from byteback.train.interrupt import Stop
@@ -22,26 +23,18 @@ from byteback.train.loop import Listener, Member, Run
 _TEST_BATCH = 8
 
 
-def load(config: TrainConfig) -> tuple[DetectData, int]:
-    """The data, and how many parameters the detector has that is to learn them."""
-    assert config.model and config.image_size
-    metrics._pycocotools()  # rather now than after the first epoch
-    images = source.load(config.data, config.image_size, config.augment, config.workers)
-    given = config.backbone_checkpoint, config.anchor_size
-    return images, networks.check(config.model, config.backbone, images.classes, config.image_size, *given)
-
-
 def train(config: TrainConfig, member: Member, data: Data, listener: Listener, stop: Stop) -> None:
     """Trains a member to its end, as loop.train does."""
     assert isinstance(data, DetectData)
     DetectRun(config.complete(), member, data, listener, stop).run()
 
 
-def build(config: TrainConfig, recipe: Recipe | None, classes: int) -> nn.Module:
-    """The detector, ready to train."""
+def build(config: TrainConfig, recipe: Recipe | None, classes: int, begun: bool = False) -> nn.Module:
+    """The detector, ready to train; one that was begun is about to be given the weights of its checkpoint."""
     assert config.model and config.image_size
-    given = config.backbone_checkpoint, config.anchor_size
-    model = networks.build(config.model, config.backbone, classes, config.image_size, *given)
+    asked = (config.model, config.backbone, classes, config.image_size)
+    file = config.backbone_checkpoint
+    model = networks.build(*asked, None if begun else file, config.anchor_size, frozen=file is not None)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     kept = networks.keep_float(config.model, config.keep_float)
@@ -64,7 +57,8 @@ class DetectRun(Run):
         return {**super()._start(), **own, "class_names": list(self.data.names)}
 
     def _build(self) -> nn.Module:
-        return build(self.config, self.member.variant.recipe, self.data.classes)
+        begun = (self.member.folder / checkpoint.LAST).exists()
+        return build(self.config, self.member.variant.recipe, self.data.classes, begun)
 
     def _as_asked(self, images: Any) -> Any:
         """As they are: the detector's own transform makes a batch of them."""
@@ -78,7 +72,7 @@ class DetectRun(Run):
         found = detect(self.model, self.data, self.stop)
         scores = metrics.score(self.data.test_split, found)
         self.showcase.write(self.member.folder, self.progress.epoch + 1, found, scores)
-        return scores.mAP, float("nan"), scores.record()
+        return scores.mAP, float("nan"), {"train_accuracy": None, **scores.record()}
 
     def _memory(self, images: Any, labels: Any) -> byteback.MemoryReport:
         return byteback.memory(self.model, (images, labels))
@@ -109,24 +103,3 @@ def detect(model: nn.Module, data: DetectData, stop: Stop | None = None) -> dict
         if stop is not None:
             stop.check()
     return found
-
-
-def evaluate(contents: dict[str, Any], asked: dict[str, Any], data_name: str, in_float: bool, workers: int) -> float:
-    """The mAP of a checkpoint."""
-    data = source.load(data_name, contents["image_size"], False, workers)
-    if data.classes != contents["classes"]:
-        raise ValueError(
-            f"eval: the checkpoint knows {contents['classes'] - 1} classes, but {data_name} has {data.classes - 1}. Choose the "
-            "data set it was trained on."
-        )
-    options: dict[str, Any] = {"anchor_size": asked.get("anchor_size"), "frozen": "backbone_checkpoint" in asked}
-    model = networks.build(asked["model"], asked.get("backbone"), data.classes, data.image_size, **options)
-    if asked.get("channels_last", True):
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if contents["recipe"]:
-        kept = networks.keep_float(asked["model"], tuple(asked.get("keep_float", ())))
-        byteback.prepare(model, Recipe.from_dict(contents["recipe"]), keep_float=kept)
-    model.load_state_dict(contents["model"])
-    if in_float and contents["recipe"]:
-        byteback.restore(model)
-    return test(model, data).mAP

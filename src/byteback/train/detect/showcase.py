@@ -41,7 +41,8 @@ class Showcase:
         """Writes the file of a member that has trained for so many epochs."""
         assert scores.curves is not None
         if self.images is None:
-            self.images = [_described(self.split.pictures[index]) for index in self.chosen]
+            names = _names([self.split.pictures[index].path for index in self.chosen])
+            self.images = [_described(name, self.split.pictures[index]) for name, index in zip(names, self.chosen, strict=True)]
         record = {
             **{"format": FORMAT, "epochs": epochs, "classes": self.split.classes, "least_score": LEAST_SCORE},
             "images": [{**image, "found": _above(found[index])} for index, image in zip(self.chosen, self.images, strict=True)],
@@ -62,7 +63,19 @@ def chosen(pictures: list[Picture]) -> list[int]:
     return [having[round(i * (len(having) - 1) / (IMAGES - 1))] for i in range(IMAGES)]
 
 
-def _described(picture: Picture) -> dict[str, Any]:
+def _names(paths: list[Path]) -> list[str]:
+    """The names of files, with as many of their folders as it takes to tell them apart.
+
+    >>> _names([Path("a/x/1.jpg"), Path("a/y/1.jpg")]), _names([Path("a/1.jpg"), Path("a/2.jpg")])
+    (['x/1.jpg', 'y/1.jpg'], ['1.jpg', '2.jpg'])
+    """
+    parts = 1
+    while len({path.parts[-parts:] for path in paths}) < len(set(paths)):
+        parts += 1
+    return ["/".join(path.parts[-parts:]) for path in paths]
+
+
+def _described(name: str, picture: Picture) -> dict[str, Any]:
     from PIL import Image
 
     with Image.open(picture.path) as file:
@@ -72,7 +85,7 @@ def _described(picture: Picture) -> dict[str, Any]:
     small.save(written, "JPEG", quality=_QUALITY)
     truth = zip(picture.labels, picture.boxes, picture.crowd, strict=True)
     return {
-        **{"name": picture.path.name.encode("utf-8", "replace").decode(), "width": picture.width, "height": picture.height},
+        **{"name": name.encode("utf-8", "replace").decode(), "width": picture.width, "height": picture.height},
         "jpeg": base64.b64encode(written.getvalue()).decode(),
         "truth": [{"label": label, "box": _pixels(box), "crowd": crowd} for label, box, crowd in truth],
     }

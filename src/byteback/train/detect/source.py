@@ -7,21 +7,20 @@ them to one. As everywhere, what happens to an image is drawn from (seed, epoch,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from byteback.near import unknown
 from byteback.torchvision_compat import load as load_torchvision
 from byteback.train.data import Data, draws
-from byteback.train.data.folder import Unreadable, _leave_signals_to_the_parent
+from byteback.train.data.from_disk import FromDisk, Unreadable
 from byteback.train.detect import coco, voc
 from byteback.train.detect.annotations import Picture, Split
-from byteback.train.near import unknown
 
 LAYOUTS = {"voc": voc.load, "coco": coco.load}
 _ZOOM = (1.0, 1.5)  # how much larger than the image the canvas is that half of them are put on
@@ -32,7 +31,6 @@ _GREY = 0.45  # what the rest of that canvas is filled with: about the mean of p
 class DetectData(Data):
     """A data set with boxes; `classes` counts the background, `names` does not."""
 
-    names: tuple[str, ...] = ()
     test_split: Split | None = None
 
 
@@ -42,45 +40,22 @@ def load(name: str, image_size: int, augment: bool, workers: int) -> DetectData:
     if kind not in LAYOUTS or not path:
         raise unknown("train", "data set for detection", name, [f"{layout}:PATH" for layout in LAYOUTS])
     train, test = LAYOUTS[kind](Path(path))
-    if not any(picture.boxes for picture in train.pictures):
-        raise ValueError(f"{name}: no image of the training split has an object, so there is nothing to learn.")
+    for split, kind, verb in ((train, "training", "learn"), (test, "test", "find")):
+        if all(all(picture.crowd) for picture in split.pictures):
+            raise ValueError(
+                f"{name}: no image of the {kind} split has an object, so there is nothing to {verb}. Annotate some."
+            )
     return DetectData(
         *(name, len(train.classes) + 1, image_size, 3),
-        Boxes(train.pictures, augment, workers),
-        Boxes(test.pictures, False, workers),
+        FromDisk(_Pictures(train.pictures, augment), workers, _lists),
+        FromDisk(_Pictures(test.pictures, False), workers, _lists),
         names=tuple(train.classes),
         test_split=test,
     )
 
 
-class Boxes:
-    """The images of a split with their boxes."""
-
-    def __init__(self, pictures: list[Picture], augment: bool, workers: int) -> None:
-        self.dataset = _Pictures(pictures, augment)
-        self.workers = workers
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def batches(self, chosen: Sequence[Tensor], seed: int, epoch: int) -> Iterator[Any]:
-        keys = [[(seed, epoch, index) for index in batch.tolist()] for batch in chosen]
-        loader: DataLoader[Any] = DataLoader(
-            *(self.dataset,),
-            batch_sampler=keys,
-            num_workers=min(self.workers, len(keys)),
-            collate_fn=list,
-            worker_init_fn=_leave_signals_to_the_parent,
-            generator=torch.Generator(),  # else it would draw from the one that the samplers of a detector use
-        )
-        for items in loader:
-            broken = next((item for item in items if isinstance(item, Unreadable)), None)
-            if broken is not None:
-                raise ValueError(f"data: {broken.why}")
-            yield [image for image, _ in items], [target for _, target in items]
-
-    def close(self) -> None:
-        pass
+def _lists(items: list[Any]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    return [image for image, _ in items], [target for _, target in items]
 
 
 class _Pictures(Dataset[Any]):

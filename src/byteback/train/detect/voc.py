@@ -73,7 +73,7 @@ def _classes(root: Path, training: list[ElementTree.Element]) -> list[str]:
     file = root / "classes.txt"
     if file.is_file():
         return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    found = {entry.findtext("name", "").strip() for tree in training for entry in tree.iter("object")}
+    found = {entry.findtext("name", "").strip() for tree in training for entry in tree.iter("object")} - {""}
     return list(VOC_CLASSES) if found <= set(VOC_CLASSES) else sorted(found)
 
 
@@ -88,6 +88,8 @@ def _picture(root: Path, name: str, tree: ElementTree.Element, checks: Checks) -
     for number, entry in enumerate(tree.iter("object"), 1):
         label = entry.findtext("name", "").strip()
         where = f"{file}, object {number} ({label})"
+        if not label:
+            raise ValueError(f"{file}, object {number}: it has no <name>, so its class is unknown. Repair the annotation.")
         checks.add(picture, where, label, _box(entry, where))
     return picture
 

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task loads and builds, for the trainer and for `eval`: --task decides here, and nowhere else."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from byteback.recipes import Recipe
+from byteback.train import data, layout, loop, networks
+from byteback.train.config import TrainConfig
+from byteback.train.data import Data
+from byteback.train.detect import metrics, source
+from byteback.train.detect import run as detect
+from byteback.train.interrupt import Stop
+
+SCORES = {"classify": "accuracy", "video": "accuracy", "detect": "mAP"}  # what a task calls the number that it is judged by
+
+
+def load(config: TrainConfig) -> Data:
+    """The data set."""
+    assert config.image_size and config.frames  # complete() filled them in
+    if config.task == "detect":
+        metrics.pycocotools()  # rather now than after the first epoch
+        return source.load(config.data, config.image_size, config.augment, config.workers)
+    return data.load(
+        *(config.data, config.data_path),
+        image_size=config.image_size,
+        augment=config.augment,
+        download=config.download,
+        workers=config.workers,
+        frames=config.frames,
+        frame_stride=config.frame_stride,
+    )
+
+
+def check(config: TrainConfig, images: Data) -> int:
+    """Builds the network in float and for every recipe, so that a mistake shows before the first run; its parameters."""
+    assert config.model
+    if images.image_size != config.image_size:
+        raise ValueError(
+            f"train: {config.data} has images of {images.image_size}x{images.image_size} pixels, which are not resized. Leave "
+            f"out --image-size {config.image_size}."
+        )
+    if len(images.train) < 2:
+        raise ValueError(f"train: {config.data} has {len(images.train)} image for training; BatchNorm needs two at least.")
+    random = torch.get_rng_state()
+    begun = config.resume is not None
+    if config.task == "detect":
+        parameters = sum(parameter.numel() for parameter in build(config, None, images, begun).parameters())
+    else:
+        channels = networks.channels_for(config.model, images.channels)
+        parameters = networks.check(config.model, images.image_size, images.classes, channels, images.frames)
+    for variant in config.variants():
+        if variant.recipe is not None:
+            build(config, variant.recipe, images, begun)
+    torch.set_rng_state(random)
+    return parameters
+
+
+def build(config: TrainConfig, recipe: Recipe | None, images: Data, begun: bool) -> nn.Module:
+    """The network; one that was begun is about to be given the weights of its checkpoint."""
+    assert config.model
+    if config.task == "detect":
+        return detect.build(config, recipe, images.classes, begun)
+    return loop.build(config, recipe, images, networks.channels_for(config.model, images.channels))
+
+
+def train(config: TrainConfig, member: loop.Member, images: Data, listener: loop.Listener, stop: Stop) -> None:
+    """Trains a member to its end, from its checkpoint if it has one; raises Stopped, all saved, when asked to."""
+    begin = detect.train if config.task == "detect" else loop.train
+    begin(config, member, images, listener, stop)
+
+
+def tested(config: TrainConfig, model: nn.Module, images: Data, channels: int) -> str:
+    """What a network comes to on the test images, for people."""
+    if isinstance(images, source.DetectData):
+        return str(detect.test(model, images))
+
+    def as_asked(x: torch.Tensor) -> torch.Tensor:
+        return layout.as_asked(x, channels, config.channels_last)
+
+    accuracy, loss = loop.test(model, images.test, as_asked, frames=images.frames)
+    return f"accuracy {accuracy:.2%}, loss {loss:.4f}"
