@@ -24,6 +24,15 @@ def build(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lef
     return Group(Text(title, style="bold"), table)
 
 
+def rate(value: float) -> str:
+    """So many per second; detectors on one core take less than one image.
+
+    >>> rate(1234.5), rate(7.25), rate(0.871)
+    ('1,234', '7.2', '0.87')
+    """
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
 def as_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """The same table as text.
 

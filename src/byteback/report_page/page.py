@@ -16,6 +16,7 @@ from typing import Any
 
 from byteback import __version__
 from byteback.report_page.findings import signed
+from byteback.tables import rate
 from byteback.train.variants import FLOAT
 
 SCRIPTS = ("draw.js", "read.js", "charts.js", "curves.js", "gradients.js", "page.js")
@@ -123,7 +124,7 @@ def _cells(row: dict[str, Any], group: dict[str, Any]) -> list[str]:
         difference + _number(row["difference_error"], " ± {:.2f}", 100, ""),
         _number(row["train_loss"], "{:.4f}"),
         *([] if "score" in group else [_number(row["test_loss"], "{:.4f}")]),
-        _number(row["images_per_second"], "{:,.0f}"),
+        _DASH if row["images_per_second"] is None else rate(row["images_per_second"]),
         _number(row["ratio_to_float32"], "{:.2f}x"),
         saved + _number(row["saved_ratio"], " ({:.2f}x)", 1, ""),
         _number(row["data_wait"], "{:.1f} %", 100),

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 from torch import nn
 
+from byteback import tables
 from byteback.train import watch
 from byteback.train.checkpoint import Progress as State
 from byteback.train.loop import Member
@@ -65,7 +66,7 @@ class Display:
         self.bar.update(self.task, total=steps * self.epochs, completed=progress.step, epoch=epoch, left=f"{_clock(left)} left")
         seconds = max(progress.seconds, 1e-9)
         self.speed.plain = (
-            f"    {progress.images / seconds:,.0f} images/s, {progress.wait_seconds / seconds:.1%} waiting for data; "
+            f"    {tables.rate(progress.images / seconds)} images/s, {progress.wait_seconds / seconds:.1%} waiting for data; "
             f"loss {self.smoothed:.3f}"
             + (f", train {progress.correct / max(progress.images, 1):.1%}" if self.counts else "")
             + (f", {self.test} {self.accuracy}" if self.accuracy else "")
@@ -78,7 +79,7 @@ class Display:
         if not self.console.is_terminal:
             self.console.print(
                 f"{self.name}  epoch {record['epoch'] + 1}/{self.epochs}  loss {record['train_loss']:.4f}  "
-                f"{self.test} {record['test_accuracy']:.2%}  {record['images_per_second']:,.0f} images/s  "
+                f"{self.test} {record['test_accuracy']:.2%}  {tables.rate(record['images_per_second'])} images/s  "
                 f"waiting for data {record['data_wait']:.1%}  {record['seconds']:.1f} s",
                 highlight=False,
             )

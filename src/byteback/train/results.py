@@ -123,7 +123,7 @@ def comparison(table: Sequence[dict[str, Any]], score: str = "accuracy") -> Any:
                 f"{row['accuracy']:.2%}" + (f" ± {100 * spread:.2f}" if spread is not None else ""),
                 difference + (f" ± {100 * error:.2f}" if error is not None else ""),
                 *("" if row[name] is None else f"{row[name]:.4f}" for name in ("train_loss", "test_loss")),
-                f"{row['images_per_second']:,.0f}",
+                tables.rate(row["images_per_second"]),
                 "" if row["ratio_to_float32"] is None else f"{row['ratio_to_float32']:.2f}x",
                 f"{row['saved_bytes'] / 2**20:.1f} MB" + ("" if row["saved_ratio"] is None else f" {row['saved_ratio']:.2f}x"),
             ]

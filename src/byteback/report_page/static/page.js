@@ -36,7 +36,7 @@ function facts() {
         `${n(f.train_images)} images ${size}, ${n(f.test_images)} for the test`,
         `${f.epochs} epochs, batch size ${f.batch_size}`,
         `${group.recipes.length} recipes, ${seeds} ${seeds === 1 ? 'seed' : 'seeds'}`,
-        `${f.threads} threads, kernels ${f.path}`,
+        `${f.threads} ${f.threads === 1 ? 'thread' : 'threads'}, kernels ${f.path}`,
     ].join(' · ');
     for (const title of document.querySelectorAll('[data-finding]')) {
         const of = page.groups.length > 1 && title.dataset.finding === 'accuracy' ? `${group.label}: ` : '';
