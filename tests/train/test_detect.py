@@ -72,6 +72,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for name in ("fcos_resnet50_fpn", "ssdlite320_mobilenet_v3_large"):
         with pytest.raises(ValueError, match="--anchor-size does not fit it"):
             networks.build(name, None, 3, 64, anchor_size=16)
+    with pytest.raises(ValueError, match="--box-samples does not fit it"):
+        networks.build("retinanet_resnet50_fpn", "resnet18", 3, 64, box_samples=16)
     file = tmp_path / "weights.pt"
     torch.save(torchvision.models.resnet18(num_classes=2).state_dict(), file)
     with pytest.raises(ValueError, match="these are not the weights of resnet50"):
@@ -88,6 +90,16 @@ def test_anchors_are_torchvisions_and_can_be_smaller(name: str) -> None:
         model: Any = networks.build(name, "resnet18", 3, 64, anchor_size=smallest)
         sizes.append((model.anchor_generator if name.startswith("retina") else model.rpn.anchor_generator).sizes)
     assert sizes[0] == sizes[1] and sizes[2][1:] == sizes[0][:-1] and sizes[2][0][0] == 16
+
+
+def test_the_second_stage_is_trained_on_as_many_boxes_as_asked() -> None:
+    model: Any = networks.build("fasterrcnn_resnet50_fpn", "resnet18", 3, 64, box_samples=24)
+    seen: list[int] = []
+    model.roi_heads.box_head.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    target = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+    model.train()([torch.rand(3, 64, 64)], [target])
+    assert seen and 0 < seen[0] <= 24
+    assert networks.build("fasterrcnn_resnet50_fpn", "resnet18", 3, 64).roi_heads.fg_bg_sampler.batch_size_per_image == 512
 
 
 def test_a_backbone_checkpoint_is_taken_over_with_frozen_norms_that_fuse(tmp_path: Path) -> None:

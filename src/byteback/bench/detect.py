@@ -28,7 +28,7 @@ from byteback.train.detect.run import total
 from byteback.train.variants import FLOAT, parse
 
 _WARM, _BATCHES = 1, 4
-_PROPOSALS = 512  # for each image: what torchvision's Faster R-CNN trains its box head on
+_PROPOSALS = 512  # for each image: what torchvision's Faster R-CNN trains its box head on if nothing else is said
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class DetectConfig:
     recipes: tuple[str, ...] = ("unified-int8", "distribution-adaptive-int8")
     data: str | None = None
     """voc:PATH or coco:PATH. Default: noise of 640x480 pixels with twelve boxes."""
+    box_samples: int | None = None
+    """Proposals of an image that Faster R-CNN's second stage is trained on. Default: 512, torchvision's."""
     image_size: int = 320
     batch_size: int = 4
     rounds: int = 5
@@ -52,7 +54,7 @@ class Side:
 
     def __init__(self, config: DetectConfig, recipe: str, channels_last: bool, classes: int) -> None:
         torch.manual_seed(0)
-        model: Any = networks.build(config.model, config.backbone, classes, config.image_size)
+        model: Any = networks.build(config.model, config.backbone, classes, config.image_size, box_samples=config.box_samples)
         layout = torch.channels_last if channels_last else torch.contiguous_format
         self.model, self.recipe = model.to(memory_format=layout).train(), parse(recipe).recipe
         if self.recipe is not None:
@@ -96,7 +98,7 @@ def run(config: DetectConfig, console: Console) -> None:
     names = [f"{FLOAT} contiguous", f"{FLOAT} channels_last", *config.recipes]
     sides = [Side(config, name.split()[0], not name.endswith("contiguous"), classes) for name in names]
     images, _ = sides[0].model.transform(*batches[0])
-    proposals, grads = _proposals(images, config.batch_size), list[Tensor]()
+    proposals, grads = _proposals(images, config.batch_size, config.box_samples or _PROPOSALS), list[Tensor]()
     whole: list[list[float]] = [[] for _ in sides]
     network: list[list[float]] = [[] for _ in sides]
     for number in range(_WARM + config.rounds):
@@ -142,9 +144,9 @@ def _batches(config: DetectConfig) -> tuple[list[Any], int]:
     return [([torch.rand(3, 480, 640, generator=draw) for _ in sizes], [target for _ in sizes]) for _ in range(_BATCHES)], 4
 
 
-def _proposals(images: Any, count: int) -> list[Tensor]:
+def _proposals(images: Any, count: int, each: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(1)
     height, width = images.image_sizes[0]
-    corners = torch.rand(count * _PROPOSALS, 2, generator=draw) * torch.tensor([width, height]) * 0.75
-    sizes = 0.2 * torch.rand(count * _PROPOSALS, 2, generator=draw) * torch.tensor([width, height]) + 8
-    return list(torch.cat([corners, corners + sizes], 1).split(_PROPOSALS))
+    corners = torch.rand(count * each, 2, generator=draw) * torch.tensor([width, height]) * 0.75
+    sizes = 0.2 * torch.rand(count * each, 2, generator=draw) * torch.tensor([width, height]) + 8
+    return list(torch.cat([corners, corners + sizes], 1).split(each))

@@ -67,6 +67,9 @@ class TrainConfig:
     anchor_size: int | None = None
     """Side in pixels of the smallest anchors of RetinaNet and Faster R-CNN; those of every further level are twice as large.
     Default: 32, torchvision's, which fits images of 800 pixels."""
+    box_samples: int | None = None
+    """Proposals of an image that Faster R-CNN's second stage is trained on. Default: 512, torchvision's, which are most of a step
+    of small images."""
     keep_float: tuple[str, ...] = ()
     """Wildcards of layers that stay float. Default: a detector's predictors; "none" for none."""
     recipe: tuple[str, ...] = (FLOAT, "unified-int8", "distribution-adaptive-int8")
@@ -168,7 +171,7 @@ class TrainConfig:
 def _check(config: TrainConfig) -> None:
     """Refuses what cannot train; every sentence says what would."""
     positive = {"epochs": 1, "batch_size": 2, "threads": 1, "image_size": 8, "log_every": 1, "lr_step_size": 1}
-    positive |= {"frames": 1, "frame_stride": 1, "anchor_size": 1}
+    positive |= {"frames": 1, "frame_stride": 1, "anchor_size": 1, "box_samples": 1}
     for name, least in positive.items():
         value = getattr(config, name)
         if value is not None and value < least:
@@ -205,7 +208,7 @@ def _check(config: TrainConfig) -> None:
             "clips:PATH, all of them with --task video; --task detect has voc:PATH and coco:PATH; every other data set is for "
             "--task classify."
         )
-    for_detectors = ("backbone", "backbone_checkpoint", "anchor_size")
+    for_detectors = ("backbone", "backbone_checkpoint", "anchor_size", "box_samples")
     given = [_flag(name) for name in for_detectors if getattr(config, name) is not None]
     if config.task != "detect" and given:
         raise ValueError(f"train: {', '.join(given)}: for detectors only; add --task detect, or leave it out.")

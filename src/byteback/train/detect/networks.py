@@ -31,6 +31,7 @@ KEEP_FLOAT = {
 NAMES = tuple(KEEP_FLOAT)
 _ANCHORED = {"retinanet_resnet50_fpn": "anchor_generator", "fasterrcnn_resnet50_fpn": "rpn_anchor_generator"}
 _SSD = "ssdlite320_mobilenet_v3_large"
+_TWO_STAGES = "fasterrcnn_resnet50_fpn"
 _LONGEST = 1333 / 800  # torchvision's ratio of the longest to the shortest side
 _TRAINED_STAGES = 3  # of a backbone that was trained before
 
@@ -57,6 +58,7 @@ def build(
     image_size: int,
     checkpoint: str | None = None,
     anchor_size: int | None = None,
+    box_samples: int | None = None,
     frozen: bool = False,
 ) -> nn.Module:
     """The detector for `classes` classes, the background among them; a checkpoint implies frozen norms."""
@@ -67,12 +69,14 @@ def build(
         raise unknown("train", "backbone", backbone, BACKBONES)
     if anchor_size is not None and model not in _ANCHORED:
         raise ValueError(f"train: {model} has no anchors of its own choice, so --anchor-size does not fit it. Leave it out.")
+    if box_samples is not None and model != _TWO_STAGES:
+        raise ValueError(f"train: {model} has no second stage, so --box-samples does not fit it. Leave it out.")
     detection: Any = load().models.detection
     frozen = frozen or checkpoint is not None
     if model == _SSD:
         return _ssd(detection, backbone, classes, image_size, checkpoint)
     longest = round(_LONGEST * image_size)
-    if model == "fasterrcnn_resnet50_fpn":
+    if model == _TWO_STAGES:
         body: Any = _pyramid(detection, backbone, [1, 2, 3, 4], frozen, None)
         kind = detection.FasterRCNN
     else:
@@ -81,7 +85,11 @@ def build(
         kind = detection.RetinaNet if model == "retinanet_resnet50_fpn" else detection.FCOS
     if checkpoint:
         _load_backbone(body.body, backbone, Path(checkpoint))
-    options = {} if anchor_size is None else {_ANCHORED[model]: _anchors(detection, model, anchor_size)}
+    options: dict[str, Any] = {}
+    if anchor_size is not None:
+        options[_ANCHORED[model]] = _anchors(detection, model, anchor_size)
+    if box_samples is not None:
+        options["box_batch_size_per_image"] = box_samples
     return kind(body, classes, min_size=image_size, max_size=longest, **options)
 
 

@@ -34,7 +34,8 @@ def build(config: TrainConfig, recipe: Recipe | None, classes: int, begun: bool 
     assert config.model and config.image_size
     asked = (config.model, config.backbone, classes, config.image_size)
     file = config.backbone_checkpoint
-    model = networks.build(*asked, None if begun else file, config.anchor_size, frozen=file is not None)
+    sizes = (config.anchor_size, config.box_samples)
+    model = networks.build(*asked, None if begun else file, *sizes, frozen=file is not None)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     kept = networks.keep_float(config.model, config.keep_float)
