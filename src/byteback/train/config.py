@@ -68,7 +68,7 @@ class TrainConfig:
     """Side in pixels of the smallest anchors of RetinaNet and Faster R-CNN; those of every further level are twice as large.
     Default: 32, torchvision's, which fits images of 800 pixels."""
     box_samples: int | None = None
-    """Proposals of an image that Faster R-CNN's second stage is trained on. Default: 512, torchvision's, which are most of a step
+    """Proposals of an image that Faster R-CNN's second stage is trained on. Default: 512, torchvision's: most of a step
     of small images."""
     keep_float: tuple[str, ...] = ()
     """Wildcards of layers that stay float. Default: a detector's predictors; "none" for none."""
