@@ -52,7 +52,7 @@ def test_train_compares_float_with_a_recipe_on_embedded_data(tmp_path: Path) -> 
         pytest.param(["bench", "kernels", "--shapes", "resnet19"], "resnet18", id="misspelt network"),
         pytest.param(["bench", "kernels", "--shapes", "absent.csv"], "absent.csv", id="missing file"),
         pytest.param(["bench"], "kernels, step", id="nothing to measure"),
-        pytest.param(["bench", "step", "--model", "resnt18"], "Near names: resnet18", id="misspelt model to measure"),
+        pytest.param(["bench", "step", "--model", "resnt18"], "Did you mean resnet18", id="misspelt model to measure"),
         pytest.param(["bench", "step", "--batch", "1"], "at least 2 images", id="a single image"),
         pytest.param(["bench", "step", "--image-size", "16"], "only the small ResNets", id="image too small"),
         pytest.param(["bench", "step", "--recipe", "unified"], "unified-int8", id="misspelt recipe to measure"),

@@ -50,7 +50,7 @@ def test_summary_lists_every_layer_of_resnet20_and_why_two_stay_float() -> None:
         row = by_name[name]
         assert (row.kind, row.output, row.grad_input, row.grad_weight, row.note) == ("Int8Conv2d", *["int8"] * 3, "")
         assert row.block == "conv + norm + relu" if name.endswith("conv1") else "conv + norm + add + relu"
-    for name, kind, why in (("conv1", "FusedConv2d", "first convolution"), ("fc", "Linear", "Linear, as in the papers")):
+    for name, kind, why in (("conv1", "FusedConv2d", "first convolution"), ("fc", "Linear", "Linear, as in the first paper")):
         row = by_name[name]
         assert (row.kind, row.output, row.grad_input, row.grad_weight) == (kind, *["float"] * 3)
         assert why in row.note
@@ -94,7 +94,7 @@ def _check_summary_text(summary: Summary) -> None:
         "conv + norm + relu",
         *["int8"] * 3,
     ]
-    assert "the first convolution, as in the papers" in lines[2]
+    assert "the first convolution, as in the first paper" in lines[2]
     assert not any(line != line.rstrip() for line in lines)
 
 

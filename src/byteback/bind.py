@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binds the blocks that fuse.py found to the convolutions that begin them, in place.
+"""Binds the blocks that byteback.fuse found to the convolutions that begin them, in place.
 
 An int8 convolution gets an attribute; a float one takes on a class that knows how to begin a block, a frozen norm one that
 knows how to join it. Convolutions without a block keep the sentence that says why, for `summary`.

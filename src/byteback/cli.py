@@ -81,7 +81,7 @@ def _bench(kinds: dict[str, type]) -> Callable[[Any], Any]:
     import tyro
 
     def bench(what: Any) -> Any:
-        """Measure against PyTorch FP32: the kernels alone, a whole training step, or inference."""
+        """Measure against PyTorch FP32: kernels alone, a training step, its growth, inference, or a detector."""
         return what
 
     named = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in kinds.items())

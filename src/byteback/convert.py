@@ -39,7 +39,7 @@ def prepare(
 ) -> nn.Module:
     """Makes the model train in int8, in place, and returns it.
 
-    The first convolution and every Linear stay float unless the recipe says otherwise, as in the papers. `keep_float`
+    The first convolution and every Linear stay float unless the recipe says otherwise, as in the first paper. `keep_float`
     lists shell wildcards of layers (or of modules, with all that is in them) that stay float too. Convolutions run as one block
     with the norm, residual add and activation that follow them, unless `fuse` is False.
 
@@ -55,7 +55,7 @@ def prepare(
     first = None if recipe.first_conv else first_convolution(model)
     for name, module in layers.items():
         if module is first and reasons[name] is None:
-            reasons[name] = "the first convolution, as in the papers"
+            reasons[name] = "the first convolution, as in the first paper"
     if all(reason is not None for reason in reasons.values()):
         raise ValueError(_nothing_to_convert(model, reasons))
     plan = find_blocks(model) if fuse else None
@@ -185,7 +185,7 @@ def _why_float(module: nn.Module, recipe: Recipe) -> str | None:
     if isinstance(module, _TRANSPOSED):
         return "transposed convolutions have no int8 kernel yet"
     if isinstance(module, nn.Linear) and not recipe.linear:
-        return "Linear, as in the papers (Recipe.linear converts it)"
+        return "Linear, as in the first paper (Recipe.linear converts it)"
     base = _torch_class(type(module))
     if any(getattr(type(module), name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward")):
         return f"a subclass of {base.__name__} ({type(module).__name__}) with a forward of its own"

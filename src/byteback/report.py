@@ -16,7 +16,7 @@ from byteback import ops, tables
 from byteback.bind import BLOCK_REASON, BLOCK_TEXT
 from byteback.convert import FLOAT_REASON, int8_layers
 from byteback.nn import Int8Layer
-from byteback.quantize import CLIP, DEVIATION, GAUSSIAN, SATURATED, Memory, Quantizer, direction_deviation
+from byteback.quantize import CLIP, DEVIATION, GAUSSIAN, SATURATED, Memory, Quantizer, deviation_of
 from byteback.recipes import MagnitudeAware
 
 _PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -192,7 +192,7 @@ def _weight_health(name: str, layer: Int8Layer) -> RoleHealth:
     clip = settings.rule.clip.choose(weight, settings.axis(), Memory(weight.new_zeros(1), False, 0, 0)).clip
     values, scale, counts, _ = ops.quantize(weight, clip)
     finite = not int(counts[1])
-    deviation = float(direction_deviation(ops.dot_terms(weight, values, scale))) if finite else math.nan
+    deviation = deviation_of(*ops.dot_terms(weight, values, scale).tolist()) if finite else math.nan
     saturated = int(counts[0]) / max(weight.numel(), 1)
     nonfinite = int(layer.quantizers.nonfinite)
     return RoleHealth(name, "weight", float(clip.amax()), saturated, deviation, None, None, nonfinite, 1)

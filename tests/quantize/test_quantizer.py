@@ -15,7 +15,7 @@ from byteback.quantize import (
     GAUSSIAN,
     SATURATED,
     Quantizer,
-    direction_deviation,
+    deviation_of,
 )
 from quantizer_bench import Fixed, assert_untouched, bench, state
 
@@ -27,15 +27,14 @@ def test_four_elements_by_hand():
     assert scale.tolist() == [[pytest.approx(2.0 / 127.0)]] and scale.dtype == torch.float32
 
 
-def test_direction_deviation_of_rows():
+def test_deviation_of_known_products():
     # cos = 24 / (5 * 5) = 0.96; a zero tensor deviates by nothing; one that became all zeros by everything
-    terms = torch.tensor([[24.0, 25.0, 25.0], [0.0, 0.0, 0.0], [0.0, 0.0, 4.0], [25.0, 25.0, 25.0]], dtype=torch.float64)
-    assert direction_deviation(terms).tolist() == pytest.approx([0.04, 0.0, 1.0, 0.0], abs=1e-15)
+    rows = ((24.0, 25.0, 25.0), (0.0, 0.0, 0.0), (0.0, 0.0, 4.0), (25.0, 25.0, 25.0))
+    assert [deviation_of(*row) for row in rows] == pytest.approx([0.04, 0.0, 1.0, 0.0], abs=1e-15)
 
 
 def test_deviation_is_never_below_zero():
-    terms = torch.tensor([[1.0 + 1e-15, 1.0, 1.0]], dtype=torch.float64)
-    assert direction_deviation(terms).item() == 0.0
+    assert deviation_of(1.0 + 1e-15, 1.0, 1.0) == 0.0
 
 
 def test_fixed_shape_buffers_from_the_start():

@@ -8,7 +8,6 @@ is and with malloc tuned, each in a process of its own; two more processes measu
 
 from __future__ import annotations
 
-import difflib
 import json
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from byteback import models, tables
 from byteback.bench.shapes import NETWORKS
 from byteback.bench.step_worker import Job
 from byteback.bench.training_step import CAN_FUSE, Setting, Variant
+from byteback.near import unknown
 from byteback.train.variants import parse
 
 # model -> (image size, batch) of the published tables; every other name is torchvision's, at 224 pixels, 16 images
@@ -89,8 +89,7 @@ class StepConfig:
 def _check_name(name: str) -> None:
     known = sorted({*models.names(models.SMALL_IMAGE), *models.names(_ELSE[0])})
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=5, cutoff=0.5) or sorted(DEFAULTS)
-        raise ValueError(f"bench step: there is no network {name!r}. Near names: {', '.join(near)}.")
+        raise unknown("bench step", "network", name, known)
 
 
 def _check_fits(setting: Setting) -> None:

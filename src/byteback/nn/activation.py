@@ -49,8 +49,8 @@ class Source:
 
     x             (N, C, ...) float32, channels last: the convolution's output
     a, b          (C,) float32
-    low, high     (C,) the extremes of each channel of x, where they are known
-    like          an empty tensor with the strides that PyTorch would give the float result
+    strides       those that PyTorch would give the float result
+    peak          the largest magnitude of the result, where it is known
     """
 
     def __init__(

@@ -192,11 +192,11 @@ class Int8Conv1d(_Int8Conv, nn.Conv1d):
 
 
 class Int8Conv2d(_Int8Conv, nn.Conv2d):
-    """nn.Conv2d in int8; takes a `recipe` besides torch's own arguments.
+    """nn.Conv2d in int8; takes a `recipe` besides torch's own arguments. Float serves where it is faster (float_table.py).
 
-    >>> layer = Int8Conv2d(3, 8, 3, padding=1, recipe="plain-int8")
-    >>> layer(torch.randn(2, 3, 5, 5)).shape
-    torch.Size([2, 8, 5, 5])
+    >>> layer = Int8Conv2d(16, 16, 3, padding=1, recipe="plain-int8")
+    >>> layer(torch.randn(2, 16, 5, 5)).shape, layer.runs_int8()
+    (torch.Size([2, 16, 5, 5]), True)
     """
 
     float_class = nn.Conv2d

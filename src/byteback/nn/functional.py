@@ -2,10 +2,10 @@
 """The only place where the three products meet: one autograd function for every int8 layer.
 
                  forward                                             backward
-  input  ─ quantize_input ─► x_q ─┐                 grad_output ─┬─ quantize_grad ────────────► g_q ─┐
+  input  ─ quantize ───────► x_q ─┐                 grad_output ─┬─ quantize ─────────────────► g_q ─┐
                                   ├─ output ─► × scales          │                                   ├─ grad_input ─► × scales
-  weight ─ quantize_weight ► w_q ─┘                              │                        saved w_q ─┘
-                                                                 └─ quantize_grad_for_weight ─► g_q' ┐
+  weight ─ quantize ───────► w_q ─┘                              │                        saved w_q ─┘
+                                                                 └─ quantize, per channel ────► g_q' ┐
                                                                                                      ├─ grad_weight ─► × scales
                                                                                           saved x_q ─┘
 

@@ -25,15 +25,6 @@ def can_defer(layer: Any, norm: Norm | None, needs_grad: bool) -> bool:
     return not (needs_grad or layer.training or (norm is not None and norm.training)) and layer.runs_int8("output")
 
 
-def given_coefficients(norm: Norm | None, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b of a norm with given statistics, or of none at all."""
-    if norm is None:
-        channels = weight.shape[0]
-        return weight.new_ones(channels), weight.new_zeros(channels) if bias is None else bias.detach()
-    assert norm.running_mean is not None and norm.running_var is not None
-    return ops.norm_folded(norm.running_mean, norm.running_var, norm.weight, norm.bias, bias, norm.eps)
-
-
 class Shown(NamedTuple):
     """What the block's result looks like from outside, and whether floats are expected to be read."""
 

@@ -218,9 +218,10 @@ class Int8Layer(_Base):
         return 0
 
     def learning_rate_factor(self) -> float:
-        """φ of this layer, from the worst direction deviation among its calls; 1 without a rule or before any search."""
+        """φ of this layer, from the worst direction deviation among its calls; 1 without a rule, before any search, and where
+        float serves."""
         rule, numerics = self.recipe.learning_rate, self.quantizers
-        if rule is None or not self.enabled:
+        if rule is None or not self.runs_int8():
             return 1.0
         copies = (numerics.grad_output, numerics.grad_output_for_weight)
         return rule.factor(max([row[DEVIATION] for copy in copies if copy is not None for row in copy.observed.tolist()]))

@@ -15,10 +15,11 @@ from byteback.recipes import Recipe
 
 
 class Int8Linear(Int8Layer, nn.Linear):
-    """nn.Linear in int8; takes a `recipe` besides torch's own arguments.
+    """nn.Linear in int8; takes a `recipe` besides torch's own arguments. Float serves where it is faster (float_table.py).
 
-    >>> Int8Linear(4, 2, recipe="plain-int8")(torch.randn(3, 5, 4)).shape
-    torch.Size([3, 5, 2])
+    >>> layer = Int8Linear(128, 64, recipe="plain-int8")
+    >>> layer(torch.randn(3, 5, 128)).shape, layer.runs_int8()
+    (torch.Size([3, 5, 64]), True)
     """
 
     float_class = nn.Linear

@@ -50,17 +50,22 @@ def of_batch(norm: Norm, bias: Tensor | None) -> ops.BatchNorm:
 
 def folded(norm: Norm | None, bias: Tensor | None, weight: Tensor) -> Normalized:
     """A norm with given statistics, or none at all."""
-    channels = weight.shape[0]
+    a, b = given_coefficients(norm, bias, weight)
     if norm is None:
-        zeros, ones = weight.new_zeros(channels, dtype=torch.float64), weight.new_ones(channels, dtype=torch.float64)
-        return Normalized(ones.float(), zeros.float() if bias is None else bias.detach(), zeros, ones)
+        return Normalized(a, b, torch.zeros_like(a, dtype=torch.float64), torch.ones_like(a, dtype=torch.float64))
     assert norm.running_mean is not None and norm.running_var is not None
     mean = norm.running_mean.double()
-    mean = mean if bias is None else mean - bias
     invstd = 1.0 / (norm.running_var.double() + norm.eps).sqrt()
-    a = (invstd if norm.weight is None else norm.weight.double() * invstd).float()
-    shift = mean * a
-    return Normalized(a, (-shift if norm.bias is None else norm.bias - shift).float(), mean, invstd)
+    return Normalized(a, b, mean if bias is None else mean - bias, invstd)
+
+
+def given_coefficients(norm: Norm | None, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b of a norm with given statistics, or of none at all."""
+    if norm is None:
+        channels = weight.shape[0]
+        return weight.new_ones(channels), weight.new_zeros(channels) if bias is None else bias.detach()
+    assert norm.running_mean is not None and norm.running_var is not None
+    return ops.norm_folded(norm.running_mean, norm.running_var, norm.weight, norm.bias, bias, norm.eps)
 
 
 def input_gradient(normalized: Normalized, training: bool | None, total: Tensor | None, dot: Tensor | None) -> InputGradient:

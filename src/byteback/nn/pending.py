@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What is expected to follow a convolution, and who reads the result (byteback/fuse.py finds out)."""
+    """What is expected to follow a convolution, and who reads the result (byteback/fuse finds out)."""
 
     ends: str  # "conv" | "norm" | "add" | "activation"
     feeds_conv: bool = True

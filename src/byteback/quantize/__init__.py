@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOOR 1: from a float tensor to int8 and a scale.
 
-    x ─ choose clip (clipping.py) ─ scale = clip/127 ─ round ─ saturate ─► QTensor (qtensor.py)
+    x ─ choose clip (clipping.py) ─ scale = clip/127 ─ saturate ─ round ─► QTensor (qtensor.py)
 
 `rule.py` says how one tensor is to be quantized, `quantizer.py` remembers and does it.
 """
@@ -16,7 +16,6 @@ from byteback.quantize.quantizer import (
     Quantizer,
     Settings,
     deviation_of,
-    direction_deviation,
     quantize_fresh,
     register,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "TensorRule",
     "adopt",
     "deviation_of",
-    "direction_deviation",
     "quantize_both",
     "quantize_held",
     "quantize_fresh",

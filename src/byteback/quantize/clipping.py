@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clip rules: how the bound of a tensor is chosen before it is rounded.
 
-A rule is frozen data with one pure method, `choose`. It sees the tensor and what was remembered of earlier iterations,
+A rule is frozen data; one pure method is required, `choose`. It sees the tensor and what was remembered of earlier iterations,
 and returns a `Choice`; writing the memory is the quantizer's work. The papers' own rules live in `byteback.recipes`.
 """
 
@@ -94,7 +94,7 @@ class ClipRule:
 
 @dataclass(frozen=True)
 class MaxAbs(ClipRule):
-    """clip = max|x|: nothing saturates. What both papers use for weights and activations."""
+    """clip = max|x|: nothing saturates. What the first paper uses for weights and activations."""
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
         """max|x|.

@@ -62,20 +62,8 @@ def register(settings: Settings) -> int:
     return _handles[settings]
 
 
-def direction_deviation(terms: Tensor) -> Tensor:
-    """1 - cosine from rows of (x·x̂, x̂·x̂, x·x); 0 for a zero tensor, 1 where a tensor became all zeros.
-
-    >>> direction_deviation(torch.tensor([[50.0, 100.0, 25.0], [0.0, 0.0, 4.0]], dtype=torch.float64)).tolist()
-    [0.0, 1.0]
-    """
-    xq, qq, xx = terms.unbind(-1)
-    norm = (qq * xx).sqrt()
-    cosine = torch.where(norm > 0, xq / torch.where(norm > 0, norm, 1.0), 0.0)
-    return torch.where(xx > 0, (1.0 - cosine).clamp_min(0.0), 0.0)
-
-
 def deviation_of(xq: float, qq: float, xx: float) -> float:
-    """direction_deviation of one row, as Python's numbers: the same bits, without a dozen operators for one number.
+    """1 - cosine from x·x̂, x̂·x̂ and x·x; 0 for a zero tensor, 1 where a tensor became all zeros.
 
     >>> deviation_of(50.0, 100.0, 25.0), deviation_of(0.0, 0.0, 4.0)
     (0.0, 1.0)

@@ -12,6 +12,7 @@
     s̄_t = (1 - kA) s̄_{t-1} + A |g|_max         else                    (inverted T)
 
 Where we differ from the paper, and why:
+* It does not say which layers stay float, nor how weights and activations are clipped; both are as in the first paper.
 * The paper does not say how the global copy is clipped; we apply the same rule to the whole tensor.
 * It prints plain rounding for gradients; we round stochastically (switchable), which keeps their mean.
 * Behind a fused BatchNorm σ follows from the sums that its gradient needs anyway (ops.gradient_sums), in exact arithmetic the

@@ -10,12 +10,12 @@ The scale rule is checked when a recipe is built, so an impossible one never rea
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from byteback.near import unknown
 from byteback.ops import scale_rule
 from byteback.quantize import ClipRule, TensorRule
 
@@ -44,13 +44,13 @@ class Recipe:
     learning_rate                a rule that scales each layer's learning rate; None: every factor is 1
     output, grad_input, grad_weight   whether that product runs in int8; False keeps it float, on unquantized operands
     strict                       int8 also where float is faster; False lets float serve what nn/float_table.py lists
-    first_conv, linear           whether the first convolution and the Linear layers run in int8 too (the papers: no)
+    first_conv, linear           whether the first convolution and the Linear layers run in int8 too (the first paper: no)
     on_nonfinite                 NaN or Inf to be quantized: "raise", "skip" (the whole step) or "propagate"
     eval_clip                    eval quantizes inputs with the clip "tracked" in training, or with each "batch"'s own
     momentum                     of the tracked clip's exponential average
     norm_memory                  what a fused block keeps of its norm's input for backward: "float32", "bfloat16" or "int8"
     residual_memory              what a fused block adds: the residual as "float32", or its "int8" copy, values · scale
-    observe_every                iterations between two measurements of the direction deviation (for `health`)
+    observe_every                iterations between two measurements of the direction deviation (`health`, `learning_rate`)
     """
 
     slug: ClassVar[str] = ""
@@ -201,7 +201,5 @@ def resolve(recipe: Recipe | str) -> Recipe:
         )
     classes = recipe_classes()
     if recipe not in classes:
-        near = difflib.get_close_matches(recipe, classes, n=1, cutoff=0.3)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"recipe: {recipe!r} is unknown; there are {', '.join(sorted(classes))}.{hint}")
+        raise unknown("recipe", "name", recipe, sorted(classes))
     return classes[recipe]()

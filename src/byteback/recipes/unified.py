@@ -80,7 +80,7 @@ class DirectionSensitive(ClipRule):
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
         """The held clip, or a new one when the period is over."""
-        due = not memory.initialized or memory.iteration - memory.updated_at >= self.period
+        due = self._is_due(memory)
         shape = (1,) * x.dim()
         if not due and self.hold == "clip":
             return Choice(memory.clip.reshape(shape).clone())
@@ -98,8 +98,10 @@ class DirectionSensitive(ClipRule):
 
     def held(self, memory: Memory) -> Tensor | None:
         """The held clip, until the period is over."""
-        due = not memory.initialized or memory.iteration - memory.updated_at >= self.period
-        return None if due or self.hold != "clip" else memory.clip
+        return None if self._is_due(memory) or self.hold != "clip" else memory.clip
+
+    def _is_due(self, memory: Memory) -> bool:
+        return not memory.initialized or memory.iteration - memory.updated_at >= self.period
 
     def search_period(self) -> int:
         """The period of the paper."""
