@@ -41,6 +41,7 @@ def conv(c: int, k: int, kernel: Any, stride: int = 1, dilation: int = 1, groups
         pytest.param(conv(96, 256, 5, groups=2), True, id="two groups, of AlexNet"),
         pytest.param(conv(1024, 1024, 3, groups=32), True, id="32 channels per group"),
         pytest.param(conv(64, 64, (1, 3, 3)), True, id="a plane in 3-D"),
+        pytest.param(conv(16, 16, (3, 3, 3)), True, id="3-D with 16 channels"),
         pytest.param(conv(64, 64, (3, 3, 3), groups=64), True, id="3-D depthwise"),
         pytest.param(conv(64, 64, (9,)), True, id="1-D with much to do"),
         pytest.param(conv(256, 256, (31,), groups=256), True, id="1-D depthwise, 31 taps"),
