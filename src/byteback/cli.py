@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, Union
 
@@ -43,6 +44,7 @@ def main() -> None:
         return
     if not sys.argv[1:]:
         sys.argv.append("--help")
+    warnings.formatwarning = lambda message, *_, **__: f"byteback: warning: {message}\n"  # where it was raised helps no user
     # name -> (dataclass with the flags, what to do with it); a command that returns False has failed, a number is its exit code
     commands: dict[str, tuple[type, Callable[[Any, Console], Any]]] = {
         "train": (TrainConfig, functools.partial(side_by_side.run, when_done=report.after_training)),

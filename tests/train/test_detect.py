@@ -26,7 +26,7 @@ from byteback.train.files import read_lines
 from byteback.train.interrupt import Stop, Stopped
 from byteback.train.loop import Member
 from byteback.train.variants import parse
-from drawn_shapes import draw
+from drawn_shapes import annotation, draw
 
 torchvision = torchvision_compat.load()
 
@@ -38,11 +38,14 @@ def command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_tiny_run_ends_to_end(tmp_path: Path) -> None:
-    draw(tmp_path / "shapes", train=4, test=2)
+    root = draw(tmp_path / "shapes", train=4, test=2)
+    flat = [("disc", 1, 1, 9, 9), ("square", 5, 5, 5, 20)]
+    (root / "Annotations" / "image1.xml").write_text(annotation("image1.png", (96, 80), flat))
     common = ("--task", "detect", "--data", "voc:shapes", "--backbone", "resnet18", "--image-size", "64", "--batch-size", "2")
     more = ("--recipe", "unified-int8", "--epochs", "1", "--no-tensorboard", "--workers", "0", "--output-dir", "run")
     done = command("train", *common, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("byteback: warning: voc:shapes: left out 1 boxes without area: "), done.stderr
     assert "mAP" in done.stdout and "64 pixels (shorter side) with disc, square" in done.stdout
     member = tmp_path / "run" / "unified-int8" / "seed0"
     records = read_lines(member / "metrics.jsonl")
