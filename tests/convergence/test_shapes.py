@@ -13,10 +13,11 @@ import pytest
 
 pytest.importorskip("pycocotools")
 from byteback.train.config import TrainConfig
-from byteback.train.detect.run import load, train
+from byteback.train.detect.run import train
 from byteback.train.interrupt import Stop
 from byteback.train.loop import Member
 from byteback.train.results import member_result
+from byteback.train.tasks import load
 from byteback.train.variants import parse
 from drawn_shapes import draw
 
@@ -49,7 +50,7 @@ def test_a_handful_of_images_is_learnt_by_heart(recipe: str, tmp_path: Path) -> 
         tensorboard=False,
     ).complete()
     member = Member(parse(recipe), 0, tmp_path / "run" / "member")
-    images, _ = load(config)
+    images = load(config)
     train(config, member, images, Silent(), Stop())
     result = member_result(member, tmp_path / "run")
     print(f"{recipe}: mAP {result['mAP']:.3f}, AP50 {result['AP50']:.3f}, loss {result['train_loss']:.3f}")
