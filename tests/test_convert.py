@@ -91,7 +91,7 @@ def test_preparing_twice_names_the_layer_and_the_way_out() -> None:
 
 
 def test_an_unknown_recipe_gets_a_near_match() -> None:
-    with pytest.raises(ValueError, match=r"'unifed-int8' is unknown.*Did you mean 'unified-int8'"):
+    with pytest.raises(ValueError, match=r"unknown name 'unifed-int8'\. Did you mean unified-int8"):
         byteback.prepare(small(), "unifed-int8")
 
 
