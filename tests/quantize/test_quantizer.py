@@ -121,8 +121,18 @@ def test_stale_clip_is_searched_again_at_once(factor, again):
         assert step.quantizer.observed[0, SATURATED] < 0.01
 
 
+def test_sparse_gradient_that_grew_is_searched_again_at_once():
+    """As in a detector: a few values at the objects, nothing elsewhere, so that no share of the tensor saturates."""
+    step = bench(TensorRule(DirectionSensitive()), role="grad_output", tracks=False)
+    x = torch.zeros(2, 3, 400)
+    x[0, 0, :4] = torch.tensor([1.0, -0.7, 0.4, 0.2])
+    step(x, 0)
+    _, scale = step(x * 20, 3)
+    assert int(step.quantizer.updated_at[0]) == 3 and scale.item() * 127 == pytest.approx(20.0, rel=0.02)
+
+
 def test_without_safeguards_a_wrong_clip_is_held():
-    rule = DirectionSensitive(search_when_saturated=None, search_when_shrunk=None)
+    rule = DirectionSensitive(search_when_saturated=None, search_when_grown=None, search_when_shrunk=None)
     step = bench(TensorRule(rule), role="grad_output", tracks=False)
     x = torch.randn(2, 3, 400, generator=torch.Generator().manual_seed(0))
     step(x, 0)

@@ -329,6 +329,19 @@ def test_held_clip_is_stale_when_more_than_one_percent_saturates():
     assert not stale(DirectionSensitive(search_when_saturated=None), 1.0, 0.9, 2.0)
 
 
+def test_held_clip_is_stale_when_a_sparse_gradient_grew_threefold():
+    # One value among a thousand: far below one percent, and all that the gradient says.
+    rule = DirectionSensitive()
+    assert stale(rule, 1.0, 0.001, 3.01) and not stale(rule, 1.0, 0.001, 2.99)
+    assert not stale(DirectionSensitive(search_when_grown=None), 1.0, 0.001, 100.0)
+
+
+def test_a_held_ratio_follows_a_growing_gradient_by_itself():
+    rule = DirectionSensitive(hold="ratio")
+    choice = rule.choose(sample("gauss"), -1, memory(0.2, True, updated_at=0, iteration=1))
+    assert not choice.searched and not rule.is_stale(choice, 0.001, float(choice.clip) / 0.2)
+
+
 def test_held_clip_is_stale_when_the_gradient_shrank_eightfold():
     rule = DirectionSensitive()
     assert stale(rule, 1.0, 0.0, 0.1249) and not stale(rule, 1.0, 0.0, 0.1251)

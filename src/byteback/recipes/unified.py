@@ -14,7 +14,7 @@ Where we differ from the paper, and why:
   section, which finds the same optimum in twelve evaluations; `solver="gradient-descent"` is there.
 * Its period is 100, chosen for the cost of its solver. Ours is 10: a short run was better for it (docs/3-clipping.md).
 * Three safeguards, each a field whose None is the literal paper: a clip of 0 is never held (zero-initialised residual
-  branches make the first gradients vanish); a held clip that saturates too much or has become far too wide is searched
+  branches make the first gradients vanish); a held clip that cuts off too much or has become far too wide is searched
   again at once; γ = 1 is tried too, and on a tie the larger clip wins (else tensors of equal |g| shrink for nothing).
 """
 
@@ -48,6 +48,7 @@ class DirectionSensitive(ClipRule):
     tie                     deviations this close count as equal and the larger clip wins; γ = 1 is tried too
     search_after_zero       search again next time when max|g| was 0
     search_when_saturated   search again at once when more than this share of |g| exceeds the held clip
+    search_when_grown       search again at once when max|g| is this many times larger than the held clip
     search_when_shrunk      search again at once when max|g| is this many times smaller than the held clip
     """
 
@@ -64,6 +65,7 @@ class DirectionSensitive(ClipRule):
     tie: float | None = 1e-6
     search_after_zero: bool | None = True
     search_when_saturated: float | None = 0.01
+    search_when_grown: float | None = 3.0
     search_when_shrunk: float | None = 8.0
 
     def __post_init__(self) -> None:
@@ -111,8 +113,12 @@ class DirectionSensitive(ClipRule):
         """Whether a held clip no longer fits."""
         if choice.searched:
             return False
-        shrunk = self.search_when_shrunk is not None and 0.0 < peak * self.search_when_shrunk < float(choice.clip)
-        return shrunk or (self.search_when_saturated is not None and saturated > self.search_when_saturated)
+        clip = float(choice.clip)
+        shrunk = self.search_when_shrunk is not None and 0.0 < peak * self.search_when_shrunk < clip
+        # A detector's gradient is zero nearly everywhere: what matters may be cut off without a share that shows. (A held ratio
+        # follows max|g| by itself.)
+        grown = self.search_when_grown is not None and self.hold == "clip" and 0.0 < clip * self.search_when_grown < peak
+        return shrunk or grown or (self.search_when_saturated is not None and saturated > self.search_when_saturated)
 
     def _deviations(self, x: Tensor, peak: Tensor, ratios: list[float]) -> list[float]:
         clips = peak.reshape(1) * torch.tensor(ratios, dtype=torch.float32, device=x.device)
