@@ -51,6 +51,8 @@ def test_a_tiny_run_ends_to_end(tmp_path: Path) -> None:
     records = read_lines(member / "metrics.jsonl")
     epoch = next(record for record in records if record["kind"] == "epoch")
     assert epoch["mAP"] == epoch["test_accuracy"] and set(epoch["per_class_AP"]) == {"disc", "square"}
+    step = next(record for record in records if record["kind"] == "step")
+    assert step["loss"] > 0 and step["accuracy"] is None and epoch["train_accuracy"] is None
     assert records[0]["saved_bytes"] > 0 and records[-1]["kind"] == "end"
     assert records[0]["backbone"] == "resnet18" and records[0]["class_names"] == ["disc", "square"]
     assert json.loads((member / "detections.json").read_bytes())["epochs"] == 1

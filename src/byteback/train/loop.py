@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ def train(config: TrainConfig, member: Member, data: Data, listener: Listener, s
 
 class Run:
     """A member in training."""
+
+    counts_correct: ClassVar[bool] = True  # whether training has a share of images that were recognized
 
     def __init__(self, config: TrainConfig, member: Member, data: Data, listener: Listener, stop: Stop) -> None:
         assert config.model and config.epochs and config.batch_size and config.lr  # complete() filled them in
@@ -205,7 +207,7 @@ class Run:
             self.metrics.write(
                 {
                     **{"kind": "step", "epoch": now.epoch, "step": now.step, "loss": loss},
-                    "accuracy": now.log_correct / now.log_images,
+                    "accuracy": now.log_correct / now.log_images if self.counts_correct else None,
                     "lr": self._lr(now.step - 1),
                     "images_per_second": now.log_images / max(now.log_seconds, 1e-9),
                     "deviation": health.deviation,
@@ -239,7 +241,7 @@ class Run:
         record = {
             **{"kind": "epoch", "epoch": now.epoch, "step": now.step},
             "train_loss": now.train_loss,
-            "train_accuracy": now.correct / now.images,
+            "train_accuracy": now.correct / now.images if self.counts_correct else None,
             **{"test_loss": test_loss, "test_accuracy": accuracy, "best_accuracy": now.best_accuracy},
             "lr": self._lr(now.step - 1),
             "images_per_second": now.images / max(now.seconds, 1e-9),

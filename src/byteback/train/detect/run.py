@@ -45,6 +45,7 @@ def build(config: TrainConfig, recipe: Recipe | None, classes: int, begun: bool 
 class DetectRun(Run):
     """A detector in training."""
 
+    counts_correct = False
     data: DetectData
 
     @cached_property
@@ -73,7 +74,7 @@ class DetectRun(Run):
         found = detect(self.model, self.data, self.stop)
         scores = metrics.score(self.data.test_split, found)
         self.showcase.write(self.member.folder, self.progress.epoch + 1, found, scores)
-        return scores.mAP, float("nan"), {"train_accuracy": None, **scores.record()}
+        return scores.mAP, float("nan"), scores.record()
 
     def _memory(self, images: Any, labels: Any) -> byteback.MemoryReport:
         return byteback.memory(self.model, (images, labels))
