@@ -90,6 +90,14 @@ def test_recipes_and_models_are_listed() -> None:
         assert said in models
 
 
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "byteback", "train", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout and running.stderr
+        running.stdout.close()
+        assert running.stderr.read() == b""
+
+
 def test_verify_compares_every_native_path() -> None:
     done = byteback("verify", "--cases", "10")
     assert done.returncode == 0, done.stdout + done.stderr

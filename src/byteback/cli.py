@@ -17,6 +17,7 @@ byteback doctor           what this machine and this build can run, and why
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -70,6 +71,10 @@ def main() -> None:
         run = next(command for kind, command in commands.values() if kind is type(config))
         # A pipe has no width of its own, and rich would fold wide tables to 80 columns.
         code = run(config, Console(width=None if sys.stdout.isatty() else 180))
+    except BrokenPipeError:
+        # Whoever read the output has gone (`byteback models | head`): nothing to say, nor at exit, when Python flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (ValueError, ImportError, RuntimeError, OSError) as error:
         sys.exit(f"byteback: {error}")
     except KeyboardInterrupt:
