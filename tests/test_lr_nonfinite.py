@@ -144,7 +144,7 @@ def test_ranks_skip_together_and_draw_their_own_noise(tmp_path: Path) -> None:
     ]
     try:
         for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=300)
             assert process.returncode == 0, f"rank {rank}: {err}"
             assert out.splitlines() == ["noise own close", "moved [True, False, True] skipped 1"], f"rank {rank}"
     finally:

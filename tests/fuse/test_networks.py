@@ -219,6 +219,7 @@ def test_a_real_run_goes_as_planned(name: str, training: bool) -> None:
     assert set(run.completed) == plan.blocks.keys() - (set() if training else only_in_training)
 
 
+@pytest.mark.slow  # nothing that `make test` runs depends on how busy the machine is
 def test_it_is_quick() -> None:
     model = torchvision_network("resnet50")
     times = []
