@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from byteback.torchvision_compat import load as load_torchvision
-from byteback.train import data
+from byteback.train import data, tasks
+from byteback.train.config import TrainConfig
 from byteback.train.data import draws, source
 
 
@@ -46,6 +48,18 @@ def test_a_folder_gives_the_same_batches_for_any_number_of_workers(pictures: Pat
     (images, _), (others, _) = taken(pictures, 0, first=1)[0], alone[1]
     assert torch.equal(images, others), "an epoch that is begun in its middle has other images"
     assert not torch.equal(taken(pictures, 0, epoch=2)[0][0], alone[0][0])
+
+
+def test_a_part_is_spread_over_the_classes_and_augmented_as_in_the_whole(pictures: Path) -> None:
+    asked = TrainConfig(data=f"folder:{pictures}", image_size=16, workers=0, train_images=4)
+    part, whole = tasks.load(asked.complete()).train, tasks.load(replace(asked, train_images=None).complete()).train
+    assert (len(part), len(whole)) == (4, 8)
+    (images, labels), (others, _) = (
+        next(iter(split.batches([index], 3, 1))) for split, index in ((part, torch.arange(4)), (whole, torch.arange(0, 8, 2)))
+    )
+    assert torch.equal(images, others) and labels.tolist() == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match=r"--train-images is 9, but folder:.* has 8 for training"):
+        tasks.load(replace(asked, train_images=9).complete())
 
 
 def test_an_image_in_memory_does_not_depend_on_its_neighbours() -> None:

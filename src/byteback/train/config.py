@@ -104,6 +104,8 @@ class TrainConfig:
     image_size: int | None = None
     """Pixels per side of the images of a folder; of the shorter side for detection; digits are enlarged to it. Default: 224;
     320 for detection, 112 for clips, 32 for moving-items, 8 for digits."""
+    train_images: int | None = None
+    """Train on so many images (or clips) only, spread evenly over the data set, for a first look. Default: all of them."""
     frames: int | None = None
     """Frames of a clip. Default: 8 for moving-items, else 16."""
     frame_stride: int = 1
@@ -171,11 +173,11 @@ class TrainConfig:
 def _check(config: TrainConfig) -> None:
     """Refuses what cannot train; every sentence says what would."""
     positive = {"epochs": 1, "batch_size": 2, "threads": 1, "image_size": 8, "log_every": 1, "lr_step_size": 1}
-    positive |= {"frames": 1, "frame_stride": 1, "anchor_size": 1, "box_samples": 1}
+    positive |= {"train_images": 2, "frames": 1, "frame_stride": 1, "anchor_size": 1, "box_samples": 1}
     for name, least in positive.items():
         value = getattr(config, name)
         if value is not None and value < least:
-            why = " (BatchNorm needs two images)" if name == "batch_size" else ""
+            why = " (BatchNorm needs two images)" if least == 2 else ""
             raise ValueError(f"train: {_flag(name)} is {value}; it must be at least {least}{why}.")
     for name in (
         "momentum",

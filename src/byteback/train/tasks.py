@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from byteback.recipes import Recipe
 from byteback.train import data, layout, loop, networks
 from byteback.train.config import TrainConfig
-from byteback.train.data import Data
+from byteback.train.data import Data, Part
 from byteback.train.detect import metrics, source
 from byteback.train.detect import run as detect
 from byteback.train.interrupt import Stop
@@ -18,7 +20,19 @@ SCORES = {"classify": "accuracy", "video": "accuracy", "detect": "mAP"}  # what 
 
 
 def load(config: TrainConfig) -> Data:
-    """The data set."""
+    """The data set, or as much of it as is asked for."""
+    images, asked = _load(config), config.train_images
+    if asked is None or asked == len(images.train):
+        return images
+    if asked > len(images.train):
+        raise ValueError(
+            f"train: --train-images is {asked}, but {config.data} has {len(images.train)} for training. Ask for fewer, or "
+            "leave it out for all."
+        )
+    return replace(images, train=Part(images.train, asked))
+
+
+def _load(config: TrainConfig) -> Data:
     assert config.image_size and config.frames  # complete() filled them in
     if config.task == "detect":
         metrics.pycocotools()  # rather now than after the first epoch

@@ -16,9 +16,9 @@ from byteback.train.data.downloaded import downloaded, found
 from byteback.train.data.embedded import digits
 from byteback.train.data.folder import folder
 from byteback.train.data.moving_items import moving_items
-from byteback.train.data.source import Batch, Data, Source
+from byteback.train.data.source import Batch, Data, Part, Source
 
-__all__ = ["Batch", "Data", "Source", "load", "root", "state", "NAMES"]
+__all__ = ["Batch", "Data", "Part", "Source", "load", "root", "state", "NAMES"]
 
 NAMES = ("digits", "cifar10", "cifar100", "fashion-mnist")
 VARIABLE = "BYTEBACK_DATA"

@@ -55,6 +55,23 @@ class Data:
         self.test.close()
 
 
+class Part:
+    """Some images of a split, spread evenly over it: a folder's images lie sorted by their classes."""
+
+    def __init__(self, whole: Source, images: int) -> None:
+        self.whole = whole
+        self.index = torch.arange(images) * len(whole) // images
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def batches(self, chosen: Sequence[Tensor], seed: int, epoch: int) -> Iterator[Batch]:
+        return self.whole.batches([self.index[numbers] for numbers in chosen], seed, epoch)
+
+    def close(self) -> None:
+        self.whole.close()
+
+
 class Held:
     """A split that lies in memory as a whole; a subclass knows how to take some of it."""
 
