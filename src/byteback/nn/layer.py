@@ -106,8 +106,10 @@ class Int8Layer(_Base):
         self.int8_calls = 0
         self.int8_kept: KeptWeight | None = None
         self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
-        channels = self.channels()
-        self.quantizers = LayerNumerics(self.recipe, *channels, seed=seed, layer=layer, name=name).to(self.weight.device)
+        numerics = LayerNumerics(
+            self.recipe, *self.channels(), seed=seed, layer=layer, name=name, depthwise=self.is_depthwise()
+        )
+        self.quantizers = numerics.to(self.weight.device)
 
     def detach(self) -> None:
         """Makes the layer the plain torch layer that it was."""
@@ -129,9 +131,12 @@ class Int8Layer(_Base):
 
     def shares_gradient(self) -> bool:
         """Whether the gradient's copy per channel serves grad_input too: in a depthwise convolution, which sums over no K."""
-        own, (in_channels, out_channels) = self.recipe.grad_output_for_weight, self.channels()
-        if own is None or own.per != "K" or not self.recipe.depthwise_shares:
-            return False
+        own = self.recipe.grad_output_for_weight
+        return own is not None and own.per == "K" and self.recipe.depthwise_shares and self.is_depthwise()
+
+    def is_depthwise(self) -> bool:
+        """Whether each channel is convolved by itself, so that no product sums over channels."""
+        in_channels, out_channels = self.channels()
         return 1 < in_channels == out_channels == getattr(self, "groups", 1)
 
     def runs_int8(self, product: str | None = None) -> bool:

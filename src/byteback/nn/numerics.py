@@ -45,7 +45,9 @@ class LayerNumerics(nn.Module):
     nonfinite: Tensor
     numerics_version: Tensor
 
-    def __init__(self, recipe: Recipe, in_channels: int, out_channels: int, seed: int, layer: int, name: str) -> None:
+    def __init__(
+        self, recipe: Recipe, in_channels: int, out_channels: int, seed: int, layer: int, name: str, depthwise: bool = False
+    ) -> None:
         super().__init__()
         for buffer, value in (
             ("numerics_version", NUMERICS_VERSION),
@@ -57,10 +59,10 @@ class LayerNumerics(nn.Module):
         ):
             self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64))
         self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True)
-        self.grad_output = Quantizer(_entries(recipe.grad_output, out_channels), tracks=False)
-        own = recipe.grad_output_for_weight
+        rule, own = recipe.grad_output_rule(depthwise), recipe.grad_output_for_weight
+        self.grad_output = Quantizer(_entries(rule, out_channels), tracks=False)
         self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False) if own else None
-        self.settings = _settings(recipe, name)
+        self.settings = _settings(recipe, rule, name)
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
         self.nonfinite_seen = 0  # how much of `nonfinite` the optimizer's hook has dealt with
 
@@ -101,15 +103,15 @@ class LayerNumerics(nn.Module):
 
 
 def _entries(rule: TensorRule, channels: int) -> int:
-    return channels if rule.per == "K" else 1
+    return rule.clip.entries(channels if rule.per == "K" else 1)
 
 
-def _settings(recipe: Recipe, name: str) -> dict[str, Settings]:
+def _settings(recipe: Recipe, grad_output: TensorRule, name: str) -> dict[str, Settings]:
     rules = {
         "input": recipe.input,
         "weight": recipe.weight,
-        "grad_output": recipe.grad_output,
-        "grad_output_for_weight": recipe.grad_output_for_weight or recipe.grad_output,
+        "grad_output": grad_output,
+        "grad_output_for_weight": recipe.grad_output_for_weight or grad_output,
     }
     return {
         field: Settings(

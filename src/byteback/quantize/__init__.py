@@ -8,7 +8,7 @@
 
 from byteback.ops.ledger import CLIP, DEVIATION, GAUSSIAN, SATURATED
 from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory, PairedGradient
-from byteback.quantize.fused import Adopted, Step, adopt, quantize_both, quantize_held
+from byteback.quantize.fused import Adopted, LazyGradient, Step, adopt, quantize_both, quantize_held
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.quantizer import (
     CALL_SLOTS,
@@ -29,6 +29,7 @@ __all__ = [
     "ClipRule",
     "DEVIATION",
     "GAUSSIAN",
+    "LazyGradient",
     "SATURATED",
     "MaxAbs",
     "Memory",

@@ -12,6 +12,7 @@ forward keeps its calls apart.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -117,10 +118,16 @@ def _choose(x: Tensor, settings: Settings, memory: Memory | None, key: Tensor | 
     rule, axis = settings.rule.clip, settings.axis()
     if type(rule) is MaxAbs:
         values, scale, peak, counts = ops.quantize_max(x, axis, key)
-        choice = Choice(peak, remember=peak)
-    else:
-        choice = rule.choose(x, axis, memory or Memory(x.new_zeros(1), False, 0, 0))
-        values, scale, counts, peak = ops.quantize(x, choice.clip, key)
+        saturated, bad = counts.tolist()
+        return _Chosen(values, scale, Choice(peak, remember=peak), saturated / max(x.numel(), 1), bad, peak)
+    memory = memory or Memory(x.new_zeros(1), False, 0, 0)
+    chosen = _under(x, rule.choose(x, axis, memory), key)
+    other = None if chosen.bad else rule.corrected(chosen.choice, chosen.peak, memory)
+    return chosen if other is None else _under(x, other, key)
+
+
+def _under(x: Tensor, choice: Choice, key: Tensor | None) -> _Chosen:
+    values, scale, counts, peak = ops.quantize(x, choice.clip, key)
     saturated, bad = counts.tolist()
     return _Chosen(values, scale, choice, saturated / max(x.numel(), 1), bad, peak)
 
@@ -141,7 +148,8 @@ def _remembering(
     # A rule that does not say so must not look back: a forward that is run again has to choose as before.
     if type(rule) is not MaxAbs:
         known = rule.looks_back and bool(buffers.initialized.tolist()[slot])
-        memory = Memory(buffers.clip[slot], known, buffers.updated_at.tolist()[slot], now)
+        stochastic = settings.rule.rounding == "stochastic"
+        memory = Memory(buffers.clip[slot], known, buffers.updated_at.tolist()[slot], now, stochastic)
     chosen = _choose(x, settings, memory, key)
     if chosen.bad:
         return refuse_step(buffers, settings, remember, chosen.values, chosen.scale, chosen.bad, now)
@@ -277,7 +285,7 @@ def quantize_fresh(x: Tensor, settings: int, iteration: Tensor) -> QTensor:
 class Quantizer(nn.Module):
     """The memory of one tensor (input, grad_output) of one layer: fixed-shape buffers, in the state_dict.
 
-    clip         what the clip rule remembers, one row per call slot, one entry per scale
+    clip         what the clip rule remembers, one row per call slot (`ClipRule.entries`)
     initialized  whether it remembers anything yet
     updated_at   the iteration of its last search
     observed     saturated share, direction deviation, Gaussian share and largest clip, as last seen
@@ -294,14 +302,14 @@ class Quantizer(nn.Module):
     seen: Tensor
     tracked: Tensor | None
 
-    def __init__(self, channels: int, tracks: bool) -> None:
+    def __init__(self, entries: int, tracks: bool) -> None:
         super().__init__()
-        self.register_buffer("clip", torch.zeros(CALL_SLOTS, channels))
+        self.register_buffer("clip", torch.zeros(CALL_SLOTS, entries))
         self.register_buffer("initialized", torch.zeros(CALL_SLOTS))
         self.register_buffer("updated_at", torch.zeros(CALL_SLOTS, dtype=torch.int64))
         self.register_buffer("observed", torch.zeros(CALL_SLOTS, 4))
         self.register_buffer("seen", torch.zeros(CALL_SLOTS))
-        self.register_buffer("tracked", torch.zeros(CALL_SLOTS, channels) if tracks else None)
+        self.register_buffer("tracked", torch.zeros(CALL_SLOTS, entries) if tracks else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         """Moves with the model, but stays float32 under .half() and .bfloat16(): clips steer integers."""
@@ -311,6 +319,19 @@ class Quantizer(nn.Module):
                 if buffer.is_floating_point() and self._buffers[name].device == buffer.device:  # type: ignore[union-attr]
                     self._buffers[name] = buffer
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A checkpoint whose rule remembered other numbers (of an earlier version, or of another recipe) is not taken over."""
+        loaded = state_dict.get(prefix + "clip")
+        if loaded is not None and loaded.shape != self.clip.shape:
+            warnings.warn(
+                f"{prefix[:-1]}: the checkpoint remembers {loaded.shape[-1]} numbers of each call, but the clip rule in use "
+                f"remembers {self.clip.shape[1]}; this quantizer starts anew, as at the first step. The weights are loaded.",
+                stacklevel=2,
+            )
+            self.reset()
+            state_dict.update(self.state_dict(prefix=prefix))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def reset(self) -> None:
         """Forgets everything."""
