@@ -6,7 +6,7 @@
 `rule.py` says how one tensor is to be quantized, `quantizer.py` remembers and does it.
 """
 
-from byteback.ops.ledger import CLIP, DEVIATION, GAUSSIAN, SATURATED
+from byteback.ops.ledger import CLIP, DEVIATION, GAUSSIAN, MEASURED, NONFINITE, QQ, SATURATED, XQ, XX
 from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory, PairedGradient
 from byteback.quantize.fused import Adopted, Step, adopt, quantize_both, quantize_held
 from byteback.quantize.qtensor import QTensor
@@ -29,7 +29,12 @@ __all__ = [
     "ClipRule",
     "DEVIATION",
     "GAUSSIAN",
+    "MEASURED",
+    "NONFINITE",
+    "QQ",
     "SATURATED",
+    "XQ",
+    "XX",
     "MaxAbs",
     "Memory",
     "NonFiniteError",

@@ -97,7 +97,7 @@ def refuse_step(
     # Outside training, and in a forward that is run again, there is no step to skip and nothing to count.
     counts_for_step = remember or settings.role == "grad_output"
     if counts_for_step:
-        buffers.nonfinite.add_(1)
+        ledger.write_nonfinite(buffers)
     return _refuse(values, scale, settings if counts_for_step else _outside_training(settings), bad, now)
 
 
@@ -165,14 +165,18 @@ def remember_step(
     x: Callable[[], Tensor],
 ) -> None:
     """Writes down how a tensor x became q at iteration `now`."""
-    looks = choice.searched or now % settings.observe_every == 0
+    deviation = math.nan
+    if choice.searched or now % settings.observe_every == 0:
+        terms = ops.dot_terms(x(), q.values, q.scale).tolist()
+        deviation = deviation_of(*terms)
+        ledger.write_terms(buffers, slot, terms)
     entry = ledger.Entry(
         choice.clip,
         choice.remember,
         choice.searched,
         now,
         saturated,
-        deviation_of(*ops.dot_terms(x(), q.values, q.scale).tolist()) if looks else math.nan,
+        deviation,
         math.nan if choice.gaussian_share is None else choice.gaussian_share,
         settings.momentum,
     )
@@ -242,8 +246,8 @@ def _remembering_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 define(
     "quantize_remembering(Tensor x, Tensor(a!) clip, Tensor(b!) initialized, Tensor(c!) updated_at, Tensor(d!) observed, "
-    "Tensor(e!) seen, Tensor(f!)? tracked, Tensor(g!) nonfinite, Tensor iteration, Tensor? key, int settings, int slot, "
-    "bool remember) -> (Tensor, Tensor)",
+    "Tensor(e!) seen, Tensor(f!)? tracked, Tensor(g!) nonfinite, Tensor(h!) unshared, Tensor iteration, Tensor? key, "
+    "int settings, int slot, bool remember) -> (Tensor, Tensor)",
     _remembering_op,
     _remembering_fake,
 )
@@ -285,6 +289,10 @@ class Quantizer(nn.Module):
     tracked      (inputs only) the average clip of training, which eval uses
 
     Flags are floats, 0 or 1: an average of models (an EMA of buffers) can subtract those.
+
+    One tensor is no buffer and not in the state_dict, because DistributedDataParallel overwrites buffers with those of rank 0:
+    unshared     what this process measured since the optimizer's last step and other ranks have yet to hear of (nn/ranks.py):
+                 x·x̂, x̂·x̂, x·x and whether they were measured, for each call slot; tensors with NaN or Inf, in row 0
     """
 
     clip: Tensor
@@ -302,6 +310,7 @@ class Quantizer(nn.Module):
         self.register_buffer("observed", torch.zeros(CALL_SLOTS, 4))
         self.register_buffer("seen", torch.zeros(CALL_SLOTS))
         self.register_buffer("tracked", torch.zeros(CALL_SLOTS, channels) if tracks else None)
+        self.unshared = torch.zeros(CALL_SLOTS, 5, dtype=torch.float64)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         """Moves with the model, but stays float32 under .half() and .bfloat16(): clips steer integers."""
@@ -310,12 +319,16 @@ class Quantizer(nn.Module):
                 self._buffers[name] = fn(buffer).to(buffer.dtype)
                 if buffer.is_floating_point() and self._buffers[name].device == buffer.device:  # type: ignore[union-attr]
                     self._buffers[name] = buffer
+        moved = fn(self.unshared)
+        if moved.device != self.unshared.device:
+            # Out of "meta" come numbers that nobody has set.
+            self.unshared = torch.zeros_like(moved, dtype=torch.float64) if self.unshared.is_meta else moved.to(torch.float64)
         return self
 
     def reset(self) -> None:
         """Forgets everything."""
-        for buffer in self.buffers():
-            buffer.zero_()
+        for tensor in (*self.buffers(), self.unshared):
+            tensor.zero_()
 
     def quantize(
         self,
@@ -336,9 +349,8 @@ class Quantizer(nn.Module):
     def state(self, nonfinite: Tensor) -> Buffers:
         """The buffers that a step may write to."""
         own: dict[str, Any] = self._buffers  # past nn.Module's search for each name
-        return Buffers(
-            own["clip"], own["initialized"], own["updated_at"], own["observed"], own["seen"], own["tracked"], nonfinite
-        )
+        fixed = own["clip"], own["initialized"], own["updated_at"], own["observed"], own["seen"]
+        return Buffers(*fixed, own["tracked"], nonfinite, self.unshared)
 
     def tracked_clip(self, slot: int, ordinal_known: bool) -> Tensor | None:
         """The clip that eval uses, where training has left one (a single one: not per channel) and it is known which."""
