@@ -230,10 +230,9 @@ def _optimizer_of(layer: Int8Layer) -> Optimizer | None:
 
 def _refuse_second(optimizer: Optimizer, model: nn.Module, mine: dict[str, Int8Layer]) -> None:
     """An error where an optimizer that exists steps one of the layers already."""
-    taken = _taken(optimizer, model, mine)
-    if taken is not None:
+    if _taken(optimizer, model, mine) is not None:
         gc.collect()  # an optimizer that only a cycle of objects refers to is gone, too
-        taken = _taken(optimizer, model, mine)
+    taken = _taken(optimizer, model, mine)
     if taken is not None:
         name, other = taken
         who = "this optimizer" if other is optimizer else f"another optimizer ({type(other).__name__}), which still exists"
