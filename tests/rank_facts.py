@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Optimizer
 
@@ -109,6 +110,22 @@ def closures() -> dict[str, tuple[dict[str, float], str]]:
     return found
 
 
+def partitioned() -> dict[str, tuple[int, str]]:
+    """Iterations and weights, where each rank steps all weights, and where it steps its part of them."""
+    found = {}
+    for name in ("every rank steps all", "ZeroRedundancyOptimizer"):
+        model = network("unified-int8")
+        optimizer: Optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if name != "every rank steps all":
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.05, momentum=0.9)
+        run, draw = DistributedDataParallel(model), _draw()
+        byteback.scale_learning_rates(optimizer, model)
+        for _ in range(12):
+            step(run, optimizer, draw)
+        found[name] = int(model[2][0].quantizers.iteration), digest(model.parameters())
+    return found
+
+
 def group_of_one() -> int:
     """How many collectives there are where each rank trains a model by itself."""
     alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
@@ -152,5 +169,13 @@ def tell() -> None:
     """Prints all facts as JSON."""
     warnings.simplefilter("ignore")  # that steps are dropped
     dist.all_reduce = _counted
-    every = (collectives_of_a_step, nan_in_a_micro_batch, layer_that_rank_0_never_calls, closures, group_of_one, sharded)
+    every = (
+        collectives_of_a_step,
+        nan_in_a_micro_batch,
+        layer_that_rank_0_never_calls,
+        closures,
+        partitioned,
+        group_of_one,
+        sharded,
+    )
     print(json.dumps({fact.__name__: fact() for fact in every}), flush=True)

@@ -86,6 +86,12 @@ def test_ranks_agree_within_a_closure(facts: list[dict[str, Any]]) -> None:
         assert all(0.1 <= factor < 1.0 for factor in factors.values()), optimizer
 
 
+def test_a_rank_that_steps_only_some_weights(facts: list[dict[str, Any]]) -> None:
+    """The rank that steps a weight shortens the step, and the others get the weight from it."""
+    whole, parts = agreed(facts, "partitioned").values()
+    assert whole == parts and whole[0] == 12
+
+
 def test_a_group_of_one_rank_asks_nobody(facts: list[dict[str, Any]]) -> None:
     assert agreed(facts, "group_of_one") == 0
 

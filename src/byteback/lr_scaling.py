@@ -179,8 +179,8 @@ def _gone() -> None:
     """The reference to an optimizer that does not exist."""
 
 
-def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _parameters(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
 
 
 def scale_learning_rates(optimizer: Optimizer, model: nn.Module, *, process_group: Any = None) -> LearningRateScaling:
@@ -200,8 +200,10 @@ def scale_learning_rates(optimizer: Optimizer, model: nn.Module, *, process_grou
     >>> byteback.scale_learning_rates(optimizer, model).factors()
     {'1': 1.0}
     """
-    inner = _unwrap(optimizer)
-    owned, every = _parameters(inner), int8_layers(model, "scale_learning_rates")
+    wrappers = _unwrap(optimizer)
+    inner, every = wrappers[-1], int8_layers(model, "scale_learning_rates")
+    # ZeroRedundancyOptimizer's inner one has only the weights that this rank steps; the others come from other ranks.
+    owned = set().union(*map(_parameters, wrappers))
     if owned.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise ValueError(
             f"scale_learning_rates: {type(inner).__name__} holds none of this model's {len(every)} int8 weights and no other "
@@ -251,16 +253,17 @@ def _taken(optimizer: Optimizer, model: nn.Module, mine: dict[str, Int8Layer]) -
     return next(((next(iter(old.layers)), optimizer) for old in _hooks(optimizer, model) if old.layers), None)
 
 
-def _unwrap(optimizer: Any) -> Optimizer:
-    """The optimizer whose step() really updates the weights, below wrappers such as accelerate's."""
+def _unwrap(optimizer: Any) -> list[Any]:
+    """Wrappers such as accelerate's, from the outside in; last the optimizer whose step() really updates the weights."""
+    wrappers = [optimizer]
     for _ in range(8):
-        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None)
+        inner = getattr(wrappers[-1], "optimizer", None) or getattr(wrappers[-1], "optim", None)
         if inner is None:
             break
-        optimizer = inner
-    if not isinstance(optimizer, Optimizer):
+        wrappers.append(inner)
+    if not isinstance(wrappers[-1], Optimizer):
         raise TypeError(
-            f"scale_learning_rates: got a {type(optimizer).__name__}; it needs the torch.optim.Optimizer whose step() updates "
-            "the weights. Pass the inner optimizer of your wrapper."
+            f"scale_learning_rates: got a {type(wrappers[-1]).__name__}; it needs the torch.optim.Optimizer whose step() "
+            "updates the weights. Pass the inner optimizer of your wrapper."
         )
-    return optimizer
+    return wrappers
