@@ -165,6 +165,21 @@ def sharded() -> dict[str, tuple[str, dict[str, float], str]] | None:
     return found
 
 
+def partly_sharded() -> list[str] | None:
+    """The kinds of weights in one optimizer, where FSDP2 has only some of them."""
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        return None
+    model = network("unified-int8")
+    fully_shard(model[2][0], mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    optimizer = SGD(model.parameters(), lr=0.05, foreach=False)  # torch's own foreach does not mix them
+    byteback.scale_learning_rates(optimizer, model)
+    for _ in range(2):
+        step(model, optimizer, _draw())
+    return [type(layer.weight).__name__ for layer in (model[2][0], model[2][3])]
+
+
 def tell() -> None:
     """Prints all facts as JSON."""
     warnings.simplefilter("ignore")  # that steps are dropped
@@ -177,5 +192,6 @@ def tell() -> None:
         partitioned,
         group_of_one,
         sharded,
+        partly_sharded,
     )
     print(json.dumps({fact.__name__: fact() for fact in every}), flush=True)

@@ -107,6 +107,10 @@ def test_the_shards_of_a_weight_take_one_factor(facts: list[dict[str, Any]], ord
     assert [factors, weights] == found[like][1:]
 
 
+def test_an_optimizer_may_hold_shards_and_whole_weights(facts: list[dict[str, Any]]) -> None:
+    assert agreed(facts, "partly_sharded") in (["DTensor", "Parameter"], None)
+
+
 @pytest.mark.slow
 def test_a_hundred_steps_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
