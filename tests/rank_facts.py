@@ -110,6 +110,27 @@ def closures() -> dict[str, tuple[dict[str, float], str]]:
     return found
 
 
+def resumed() -> list[str]:
+    """The weights of a run, and those of one that goes on from a checkpoint that rank 0 wrote."""
+    found = []
+    for interrupted in (False, True):
+        draw, saved = _draw(), None
+        for steps in (13, 12):
+            if saved is None or interrupted:
+                model = network("unified-int8")
+                run, optimizer = DistributedDataParallel(model), SGD(model.parameters(), lr=0.05, momentum=0.9)
+                byteback.scale_learning_rates(optimizer, model)
+            if saved is not None and interrupted:
+                dist.broadcast_object_list(saved)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            for _ in range(steps):
+                step(run, optimizer, draw)
+            saved = [model.state_dict(), optimizer.state_dict()]
+        found.append(digest(model.parameters()))
+    return found
+
+
 def partitioned() -> dict[str, tuple[int, str]]:
     """Iterations and weights, where each rank steps all weights, and where it steps its part of them."""
     found = {}
@@ -189,6 +210,7 @@ def tell() -> None:
         nan_in_a_micro_batch,
         layer_that_rank_0_never_calls,
         closures,
+        resumed,
         partitioned,
         group_of_one,
         sharded,

@@ -86,6 +86,12 @@ def test_ranks_agree_within_a_closure(facts: list[dict[str, Any]]) -> None:
         assert all(0.1 <= factor < 1.0 for factor in factors.values()), optimizer
 
 
+def test_a_checkpoint_of_rank_0_resumes_every_rank(facts: list[dict[str, Any]]) -> None:
+    """All ranks remember what rank 0 does, so they go on bit for bit."""
+    uninterrupted, from_checkpoint = agreed(facts, "resumed")
+    assert uninterrupted == from_checkpoint
+
+
 def test_a_rank_that_steps_only_some_weights(facts: list[dict[str, Any]]) -> None:
     """The rank that steps a weight shortens the step, and the others get the weight from it."""
     whole, parts = agreed(facts, "partitioned").values()

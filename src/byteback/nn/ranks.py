@@ -7,8 +7,8 @@ them would differ from rank to rank, and so would the weights after the step. Tw
     SUM   x·x̂, x̂·x̂ and x·x of every tensor that was measured since the last step. The cosine of the sums is the one that a
           single process with the whole batch would measure. Also how many tensors held NaN or Inf, and call slots in use.
     MAX   all that a layer keeps: counters, flags, the deviation just found, clips. Of clips the newest search counts, then
-          the largest. The largest of the ranks' averages is the average of their largest clips: so a tracked clip, and that of
-          a magnitude-aware rule, is the one of the whole batch again.
+          the largest. The largest of the ranks' averages is the average of their largest clips: so a tracked clip is the one
+          of the whole batch again.
 
 MAX returns one of its arguments, so all ranks hold the same bits, whatever the order in which a backend adds. Both run in the
 optimizer's hook, and none in a forward or backward pass, where a rank without data for a layer would never come to it.
