@@ -146,6 +146,20 @@ def test_a_network_of_branches_follows_float(recipe: str) -> None:
         assert abs(loss - wanted) < 0.1 * wanted and wanted_norm / 2 < norm < wanted_norm * 2
 
 
+@pytest.mark.parametrize(("recipe", "drowned"), [(PlainInt8(), True), (UnifiedInt8(), False)], ids=["plain", "unified"])
+def test_health_shows_the_worst_channel(recipe: Recipe, drowned: bool) -> None:
+    """Half of a quiet channel's gradient rounds to zero and the rest to whole steps, while the tensor's direction is right."""
+    layer = byteback.Int8Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS, bias=False, recipe=recipe)
+    g = torch.randn(8, CHANNELS, 10, 10, generator=torch.Generator().manual_seed(0))
+    layer(torch.randn(8, CHANNELS, 10, 10)).backward(g * torch.logspace(-4, 0, CHANNELS).reshape(1, -1, 1, 1))
+    rows = {row.role: row for row in byteback.health(layer)}
+    row = rows["grad_output"]
+    assert row.deviation < 0.001 and (row.worst_channel > 0.9 if drowned else row.worst_channel < 0.001)
+    assert rows["input"].worst_channel is None
+    assert (byteback.health(layer)[0].role == "grad_output") or not drowned
+    assert "worst channel" in str(byteback.health(layer))
+
+
 # ---- state of before -------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +177,18 @@ def test_a_state_with_one_clip_is_not_taken_over() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def test_a_state_without_the_worst_channel_is_taken_over() -> None:
+    model = byteback.prepare(network(1), UnifiedInt8())
+    steps(model, 2)
+    state = copy.deepcopy(model.state_dict())
+    for key in [key for key in state if key.endswith(".observed")]:
+        state[key] = state[key][:, :4].clone()
+    other = byteback.prepare(network(1), UnifiedInt8())
+    other.load_state_dict(state)
+    found = other[1].three.conv.quantizers.grad_output.observed
+    assert torch.equal(found[:, :4], model[1].three.conv.quantizers.grad_output.observed[:, :4]) and not found[:, 4].any()
 
 
 def test_a_recipe_with_retired_fields_is_still_read() -> None:

@@ -14,6 +14,7 @@ from byteback.quantize import (
     DEVIATION,
     GAUSSIAN,
     SATURATED,
+    WORST_CHANNEL,
     Quantizer,
     deviation_of,
 )
@@ -43,7 +44,7 @@ def test_fixed_shape_buffers_from_the_start():
     assert shapes["clip"] == ((CALL_SLOTS, 5), torch.float32)
     assert shapes["tracked"] == ((CALL_SLOTS, 5), torch.float32)
     assert shapes["updated_at"] == ((CALL_SLOTS,), torch.int64)
-    assert shapes["observed"] == ((CALL_SLOTS, max(SATURATED, DEVIATION, GAUSSIAN, CLIP) + 1), torch.float32)
+    assert shapes["observed"] == ((CALL_SLOTS, max(SATURATED, DEVIATION, GAUSSIAN, CLIP, WORST_CHANNEL) + 1), torch.float32)
     assert CALL_SLOTS == 8
     assert "tracked" not in Quantizer(5, tracks=False).state_dict()
 

@@ -381,7 +381,7 @@ def test_searched_at_0_10_20_and_held_between(hold, band):
             assert choice.clip.item() == found
         else:  # γ is held, so the clip follows max|g|, to within the band
             assert fitting / band * (1.0 - 1e-5) <= choice.clip.item() <= fitting * band * (1.0 + 1e-5)
-    moved = sum(one.clip.item() != other.clip.item() for one, other in zip(choices[:10], choices[1:10], strict=False))
+    moved = sum(one.clip.item() != other.clip.item() for one, other in itertools.pairwise(choices[:10]))
     assert moved == {("clip", 1.25): 0, ("ratio", 1.0): 9, ("ratio", 1.05): 1}[hold, band]
 
 

@@ -45,9 +45,13 @@ SHARED = "byteback_shared"
 
 
 class Scaling(Protocol):
-    """What is connected to the layer from above and must let go of it when it turns float again."""
+    """What is connected to the layer from above and must let go of it: when it turns float again, or is connected anew."""
 
     def drop(self, layer: Any) -> None: ...
+
+    def release(self, layer: Any) -> None: ...
+
+    def optimizer(self) -> Any: ...
 
 
 class Calls(threading.local):
@@ -255,6 +259,8 @@ def weight_number(weight: Tensor) -> int:
     """15 bits of a weight's contents: with them layers of different models draw different noise, and do so again next run."""
     if weight.device.type == "meta" or weight.numel() == 0:
         return 0
+    if hasattr(weight, "full_tensor"):  # FSDP2 has sharded it: every rank prepares, so every rank can ask for the whole
+        weight = weight.full_tensor()
     head = weight.detach().flatten()[:1024].to("cpu", torch.float32).contiguous()
     return zlib.crc32(head.numpy().tobytes()) & 0x7FFF
 

@@ -62,9 +62,8 @@ class LayerNumerics(nn.Module):
         rule, own = recipe.grad_output_rule(depthwise), recipe.grad_output_for_weight
         self.grad_output = Quantizer(_entries(rule, out_channels), tracks=False)
         self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False) if own else None
-        self.settings = _settings(recipe, rule, name)
+        self.settings = _settings(recipe, rule, name, depthwise)
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
-        self.nonfinite_seen = 0  # how much of `nonfinite` the optimizer's hook has dealt with
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Handles belong to a process, so a copy from another one gets its own."""
@@ -82,12 +81,14 @@ class LayerNumerics(nn.Module):
 
     def reset(self) -> None:
         """Forgets everything but what names the noise: no gradient of a layer ever gets the noise of an earlier one."""
-        for quantizer in (self.input, self.grad_output, self.grad_output_for_weight):
-            if quantizer is not None:
-                quantizer.reset()
+        for quantizer in self.each():
+            quantizer.reset()
         for counter in (self.iteration, self.nonfinite):
             counter.zero_()
-        self.nonfinite_seen = 0
+
+    def each(self) -> list[Quantizer]:
+        """The quantizers: of the input, and of one or two copies of the gradient."""
+        return [quantizer for quantizer in self._modules.values() if isinstance(quantizer, Quantizer)]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         version = state_dict.get(prefix + "numerics_version")
@@ -99,14 +100,15 @@ class LayerNumerics(nn.Module):
             )
             state_dict[prefix + "numerics_version"] = torch.tensor(NUMERICS_VERSION)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.nonfinite_seen = int(self.nonfinite)  # a loaded count tells of steps long gone
+        for quantizer in self.each():
+            quantizer.unshared.zero_()  # what was measured before belongs to another run
 
 
 def _entries(rule: TensorRule, channels: int) -> int:
     return rule.clip.entries(channels if rule.per == "K" else 1)
 
 
-def _settings(recipe: Recipe, grad_output: TensorRule, name: str) -> dict[str, Settings]:
+def _settings(recipe: Recipe, grad_output: TensorRule, name: str, depthwise: bool) -> dict[str, Settings]:
     rules = {
         "input": recipe.input,
         "weight": recipe.weight,
@@ -121,6 +123,7 @@ def _settings(recipe: Recipe, grad_output: TensorRule, name: str) -> dict[str, S
             on_nonfinite=recipe.on_nonfinite,
             observe_every=recipe.observe_every,
             momentum=recipe.momentum,
+            by_channel=depthwise and field in GRADIENT_ROLES,
         )
         for field, rule in rules.items()
     }

@@ -141,7 +141,7 @@ def normalize_grad_quantize_pair(
 
 
 def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, Quantized]:
-    """clip = ratio · max|dx| of each channel, and ops.quantize(dx, clip, key) of the dx of normalize_grad, which is not written.
+    """clip = ratio · max|dx| of each channel, and ops.quantize(dx, clip, key) of normalize_grad's dx, which is not written.
 
     >>> g, one, nothing = torch.tensor([[1.0, -4.0], [0.5, 2.0]]), torch.ones(2), torch.zeros(2)
     >>> parts = GradientParts(g, g, None, None, None, "none", one, nothing, nothing)
