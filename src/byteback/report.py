@@ -41,8 +41,8 @@ class LayerSummary:
 class RoleHealth:
     """One tensor of one int8 layer, as last seen. None where the recipe does not know the notion.
 
-    `worst_channel` is the largest deviation of a single channel, for the gradients of depthwise convolutions: they keep channels
-    apart, and a quiet one may be all noise where the tensor as a whole looks well.
+    `worst_channel` is the largest deviation of a single channel, for the gradients of depthwise convolutions: they keep
+    channels apart, and a quiet one may be all noise where the tensor as a whole looks well.
     """
 
     layer: str
@@ -85,7 +85,8 @@ class Health(list[RoleHealth]):
 
     def _table(self) -> tuple[str, list[str], list[list[str]], int]:
         title = f"{min(self.shown, len(self))} of {len(self)} quantized tensors, worst direction first"
-        columns = ["layer", "role", "clip", "saturated", "deviation", "worst channel", "lr factor", "gaussian", "NaN/Inf", "calls"]
+        columns = ["layer", "role", "clip", "saturated", "deviation", "worst channel", "lr factor", "gaussian"]
+        columns += ["NaN/Inf", "calls"]
         rows = [
             [
                 r.layer,

@@ -348,7 +348,7 @@ class Quantizer(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """A checkpoint whose rule remembered other numbers (of an earlier version, or of another recipe) is not taken over."""
         observed = state_dict.get(prefix + "observed")
-        if observed is not None and observed.shape[-1] < self.observed.shape[1]:  # a column of it is younger than the checkpoint
+        if observed is not None and observed.shape[-1] < self.observed.shape[1]:  # a column is younger than the checkpoint
             missing = self.observed.shape[1] - observed.shape[-1]
             state_dict[prefix + "observed"] = torch.nn.functional.pad(observed, (0, missing))
         loaded = state_dict.get(prefix + "clip")
