@@ -20,9 +20,12 @@ from byteback.bind import BLOCK_REASON, BLOCK_TEXT, bind_blocks
 from byteback.fuse import find_blocks
 from byteback.fuse.tracing import CONVOLUTIONS, graph_of
 from byteback.nn import FusedConvolution, Int8Layer
+from byteback.nn.calls import SHARED, Shared
 from byteback.nn.frozen import FusedNorm
-from byteback.nn.layer import OWN_ATTRIBUTES, SHARED, Shared, begin_forward, end_forward, weight_number
+from byteback.nn.layer import OWN_ATTRIBUTES, weight_number
+from byteback.nn.model_hooks import begin_forward, end_forward
 from byteback.nn.subclass import INT8_CLASSES, int8_class
+from byteback.nn.weights import unwatch_loading
 from byteback.recipes import Recipe, resolve
 
 FLOAT_REASON = "byteback_float_reason"
@@ -107,6 +110,7 @@ def restore(model: nn.Module) -> nn.Module:
         module.__dict__.pop(BLOCK_REASON, None)
         module.__dict__.pop(BLOCK_TEXT, None)
         module.__dict__.pop(SHARED, None)
+        unwatch_loading(module)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for handle, hook in list(hooks.items()):
                 if hook in (begin_forward, end_forward):

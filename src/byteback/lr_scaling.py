@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from byteback.convert import int8_layers
 from byteback.nn import Int8Layer
+from byteback.nn.weights import refuse_training
 
 
 class LearningRateScaling:
@@ -59,6 +60,8 @@ class LearningRateScaling:
             self.remove()
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        for layer in self.layers.values():
+            refuse_training(layer, "the optimizer takes a step")
         closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself
         if closure is None:
             self._skip_if_nonfinite(optimizer)

@@ -21,10 +21,11 @@ from byteback import ops
 from byteback.nn.activation import SHARED_RULE, Activation, Joins, Poolable, Source, carry, numbers
 from byteback.nn.functional import Operands, backward_products, chooses_both, forward_operands, output_operands, refuse_second
 from byteback.nn.inference import Deferred, Shown, can_defer
-from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, given_coefficients, input_gradient, of_batch
+from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, input_gradient, of_batch
 from byteback.nn.pending import BlockPlan, Stages
 from byteback.nn.products import ConvProducts
 from byteback.nn.residual import channels_last, residual_of
+from byteback.nn.weights import norm_as_given
 from byteback.ops import magnitude
 from byteback.quantize import QTensor
 
@@ -125,7 +126,7 @@ def _deferred(
     """The block of a prediction: not even its product is computed before its reader says what it wants."""
     layer, plan = call.layer, stages.plan
     operands = output_operands(x, weight, layer, call.slot)
-    a, b = given_coefficients(stages.norm, bias, weight)
+    a, b = norm_as_given(layer, stages.norm, bias, weight)
     added = residual_of(residual, layer)
     needs_floats = plan.feeds_other or plan.feeds_pool
     size = (x.shape[0], weight.shape[0], *call.spatial)

@@ -121,7 +121,7 @@ class _Int8Conv(_Convolution, Int8Layer):
             return super().forward(input)
         x, products, batched = self._products(input)
         if batched and may_fuse(self, x):
-            self.check_dtypes(x)
+            self.check_call(x)
             return begin_block(self, x, products, self.next_slot())
         output = self.run(x, products)
         if self.bias is not None:

@@ -23,7 +23,7 @@ from torch.autograd import Function
 from byteback.nn.activation import SHARED_RULE, numbers, source_of
 from byteback.nn.joined import shared_floats
 from byteback.nn.products import Products
-from byteback.nn.weights import weight_as_int8
+from byteback.nn.weights import refuse_training, weight_as_int8
 from byteback.ops import layout, magnitude
 from byteback.quantize import Adopted, PairedGradient, QTensor, Step, adopt, quantize_both, quantize_held
 
@@ -105,7 +105,7 @@ def forward_operands(
     if int8_output or (for_weight and int8_weight):
         x_q = _quantize_input(layer, x, slot, for_weight and int8_weight)
     if int8_output or (for_input and int8_input):
-        w_q = weight_as_int8(layer, weight, predicts=not (for_input or for_weight))
+        w_q = weight_as_int8(layer, weight)
     operands = None
     if int8_output:
         assert x_q is not None and w_q is not None
@@ -120,7 +120,7 @@ def forward_operands(
 def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> tuple[QTensor, QTensor]:
     """What the output is the product of, where no gradient will be asked for."""
     x_q = _quantize_input(layer, x, slot, False)
-    return x_q, weight_as_int8(layer, weight, predicts=True)
+    return x_q, weight_as_int8(layer, weight)
 
 
 def backward_products(
@@ -129,6 +129,8 @@ def backward_products(
     """grad_input and grad_weight. ctx has layer, products, slot, training, input_size and weight_size."""
     layer, products = ctx.layer, ctx.products
     for_input, for_weight = needs[0], needs[1]
+    if for_weight:
+        refuse_training(layer, "a gradient of its weight is asked for")
     g_q, g_q_for_weight = _quantize_gradient(
         layer,
         gradient,
