@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,6 +18,15 @@ from byteback.nn import weights
 from small_blocks import Net
 
 X = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors here are tiny; a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def trained(recipe: byteback.Recipe | None = None, seed: int = 7) -> nn.Module:

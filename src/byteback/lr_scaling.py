@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from byteback.convert import int8_layers
 from byteback.nn import Int8Layer
+from byteback.nn.undo import Watch, drop_step, end_step
 from byteback.nn.weights import refuse_training
 
 
@@ -33,9 +34,10 @@ class LearningRateScaling:
         self.model = model
         self.skipped = 0
         self._before: list[tuple[list[Int8Layer], Tensor, float | None]] = []
-        self._handles = [
+        self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._pre_step),
             optimizer.register_step_post_hook(self._post_step),
+            Watch(model),
         ]
         for layer in layers.values():
             layer.hooked, layer.scaling = True, self
@@ -100,6 +102,7 @@ class LearningRateScaling:
             torch._foreach_add_(weights, before)
         if self.layers:
             torch._foreach_add_([layer.quantizers.iteration for layer in self.layers.values()], 1)
+        end_step(self.model)
 
     def _by_weight(self) -> list[list[Int8Layer]]:
         """The layers, those that share a weight together: its step is shortened once."""
@@ -132,6 +135,7 @@ class LearningRateScaling:
         own = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for parameter in (*self.model.parameters(), *own):
             parameter.grad = None
+        drop_step(self.model)
         self.skipped += 1
         warnings.warn(
             f"byteback: NaN or Inf met while quantizing, so this step's gradients were dropped (skipped {self.skipped} so "

@@ -16,8 +16,8 @@ from byteback.nn.weights import Frozen, unwatch_loading, watch_loading
 def freeze(model: nn.Module) -> nn.Module:
     """Makes a model in eval mode keep its int8 weights until `unfreeze`, in place: the same predictions, sooner.
 
-    A frozen model refuses to train and to load weights. Of other writes to a weight it sees those that autograd counts, which are
-    an error. Writes through `weight.data` or numpy it does not see: call `unfreeze` before them, or `freeze` again after them.
+    A frozen model refuses to train and to load weights. Of other writes to a weight it sees those that autograd counts, which
+    are an error. It does not see those through `weight.data` or numpy: call `unfreeze` before them, or `freeze` again after.
 
     >>> import torch
     >>> from byteback.convert import prepare

@@ -25,6 +25,7 @@ from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folde
 from byteback.nn.pending import BlockPlan, Stages
 from byteback.nn.products import ConvProducts
 from byteback.nn.residual import channels_last, residual_of
+from byteback.nn.undo import current_step
 from byteback.nn.weights import norm_as_given
 from byteback.ops import magnitude
 from byteback.quantize import QTensor
@@ -96,7 +97,7 @@ class Block(Function):
         if backs:
             ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
             ctx.name = layer.int8_name  # a layer that is restored before its backward pass has lost it
-            ctx.norm_training, ctx.activation = training, activation
+            ctx.norm_training, ctx.activation, ctx.step = training, activation, current_step()
             ctx.norm_eps = 0.0 if norm is None else norm.eps
             ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
             ctx.save_for_backward(*kept, mask, *normalized, *_tensors(kept_y))

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from byteback.nn.undo import Undo
 
 SHARED = "byteback_shared"
 """Where `prepare` leaves the Shared of a model's layers, so that a forward need not look for it."""
@@ -28,6 +31,7 @@ class Shared:
         self.warned = False
         self.counting = False  # the same as in Calls, while torch.compile traces: it cannot follow thread-local data
         self.calls = Calls()
+        self.undo: Undo | None = None  # of the last training forward that these layers were part of
 
     def __getstate__(self) -> dict[str, Any]:
         return {"warned": self.warned}

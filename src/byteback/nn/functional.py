@@ -23,9 +23,10 @@ from torch.autograd import Function
 from byteback.nn.activation import SHARED_RULE, numbers, source_of
 from byteback.nn.joined import shared_floats
 from byteback.nn.products import Products
+from byteback.nn.undo import current_step, undo_step
 from byteback.nn.weights import refuse_training, weight_as_int8
 from byteback.ops import layout, magnitude
-from byteback.quantize import Adopted, PairedGradient, QTensor, Step, adopt, quantize_both, quantize_held
+from byteback.quantize import Adopted, NonFiniteError, PairedGradient, QTensor, Step, adopt, quantize_both, quantize_held
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -49,6 +50,7 @@ class Int8Product(Function):
             output = output.contiguous()  # a block's integers lie channels last, whatever the model's memory format
         ctx.layer, ctx.products, ctx.slot, ctx.training = layer, products, slot, layer.training
         ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
+        ctx.step = current_step()
         ctx.save_for_backward(*kept)
         return output
 
@@ -126,19 +128,17 @@ def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> t
 def backward_products(
     ctx: Any, kept: Operands, gradient: Gradient, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """grad_input and grad_weight. ctx has layer, products, slot, training, input_size and weight_size."""
+    """grad_input and grad_weight. ctx has layer, products, slot, training, step, input_size and weight_size."""
     layer, products = ctx.layer, ctx.products
     for_input, for_weight = needs[0], needs[1]
     if for_weight:
         refuse_training(layer, "a gradient of its weight is asked for")
-    g_q, g_q_for_weight = _quantize_gradient(
-        layer,
-        gradient,
-        ctx.slot,
-        ctx.training,
-        for_input and kept.w_values is not None,
-        for_weight and kept.x_values is not None,
-    )
+    int8_input, int8_weight = for_input and kept.w_values is not None, for_weight and kept.x_values is not None
+    try:
+        g_q, g_q_for_weight = _quantize_gradient(layer, gradient, ctx.slot, ctx.training, int8_input, int8_weight)
+    except NonFiniteError:
+        undo_step(ctx.step)
+        raise
     grad_input = grad_weight = None
     if g_q is not None:
         assert kept.w_values is not None and kept.w_scale is not None

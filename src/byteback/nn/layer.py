@@ -120,6 +120,8 @@ class Int8Layer(_Base):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """A float checkpoint resets the quantizers; one that leaves this layer out leaves them alone."""
         refuse_loading(self)
+        if self.int8_shared.undo is not None:
+            self.int8_shared.undo.forget()  # of the weights that were
         own = prefix + "quantizers."
         if not any(key.startswith(own) for key in state_dict):
             if prefix + "weight" in state_dict:

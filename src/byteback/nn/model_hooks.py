@@ -10,15 +10,11 @@ from torch import nn
 
 from byteback.nn.calls import SHARED, Calls, Shared, recomputing
 from byteback.nn.layer import Int8Layer
-from byteback.nn.weights import refuse_training
 from byteback.ops import pool
 
 
 def begin_forward(model: nn.Module, _: Any) -> None:
     """Forward pre-hook of a prepared model: calls are counted from here."""
-    if model.training and not torch.compiler.is_compiling():
-        for module in model.modules():  # before any of them moves: a float norm, say, ahead of the first int8 layer
-            refuse_training(module, "the model was called in training mode")
     _set_counting(model, True)
 
 
