@@ -38,6 +38,8 @@ class Call(NamedTuple):
     """One call of a convolution that begins a block."""
 
     layer: Int8Layer
+    weight: Tensor  # that of the call: by the time the block is computed the layer may have another (functional_call)
+    bias: Tensor | None
     products: ConvProducts
     slot: int
     strides: tuple[int, ...]  # of the float result, as PyTorch would lay it out
@@ -46,11 +48,11 @@ class Call(NamedTuple):
 
 def run_block(x: Tensor, call: Call, stages: Stages) -> Tensor:
     """Computes a block as far as its stages are known."""
-    layer, norm = call.layer, stages.norm
+    norm = stages.norm
     gamma, beta = (norm.weight, norm.bias) if norm is not None else (None, None)
     sources: list[Source] = []
     with_grad = torch.is_grad_enabled()
-    output = Block.apply(x, layer.weight, layer.bias, gamma, beta, stages.residual, call, stages, with_grad, sources)
+    output = Block.apply(x, call.weight, call.bias, gamma, beta, stages.residual, call, stages, with_grad, sources)
     return output if isinstance(output, Activation) else carry(output, sources[0])
 
 

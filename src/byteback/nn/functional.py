@@ -164,16 +164,17 @@ def refuse_second(name: str, grad_output: Tensor, grads: tuple[Tensor | None, ..
     """The gradients, made to refuse a second differentiation where one was prepared for."""
     if not torch.is_grad_enabled():
         return grads
-    # The anchor needs a gradient, which grad_output itself may not: that of a plain sum is a constant.
+    # The anchor needs a gradient, which grad_output itself may not: that of a plain sum is a constant. Both are in the graph,
+    # so that a derivative by grad_output, which torch.autograd.functional.jvp asks for, meets the error too.
     anchor = torch.zeros((), device=grad_output.device, requires_grad=True)
-    return _RefuseSecond.apply(name, anchor, *grads)
+    return _RefuseSecond.apply(name, anchor, grad_output, *grads)
 
 
 class _RefuseSecond(Function):
     """Makes the gradients differentiable in name, so that a second differentiation meets an error and not a silent zero."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, anchor: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, name: str, anchor: Tensor, through: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.name = name
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 

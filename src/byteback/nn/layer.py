@@ -23,6 +23,7 @@ from byteback.nn.float_table import Geometry, why_float
 from byteback.nn.functional import RECOMPUTED, Int8Product
 from byteback.nn.numerics import LayerNumerics
 from byteback.nn.products import Products
+from byteback.nn.transforms import refuse_script, refuse_transforms
 from byteback.nn.weights import Frozen, refuse_loading, refuse_training
 from byteback.ops import native
 from byteback.quantize import CALL_SLOTS, DEVIATION
@@ -117,21 +118,26 @@ class Int8Layer(_Base):
             self.int8_frozen = Frozen()
         return super()._apply(fn, recurse)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
         """A float checkpoint resets the quantizers; one that leaves this layer out leaves them alone."""
         refuse_loading(self)
         if self.int8_shared.undo is not None:
             self.int8_shared.undo.forget()  # of the weights that were
         own = prefix + "quantizers."
         if not any(key.startswith(own) for key in state_dict):
-            if prefix + "weight" in state_dict:
+            weight = state_dict.get(prefix + "weight")
+            if weight is not None:
+                if self.quantizers.seed.is_meta and local_metadata.get("assign_to_params_buffers", False):
+                    self.quantizers.to_empty(device=weight.device)  # where the weight will be
                 self.quantizers.reset()
             state_dict.update(self.quantizers.state_dict(prefix=own))  # what is here now counts as loaded
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def run(self, x: Tensor, products: Products) -> Tensor:
         """The product without bias, under the dtype rules above."""
-        self.check_call(x)
+        self.check_dtypes(x)
         device = x.device.type
         slot, with_grad = self.next_slot(), torch.is_grad_enabled()
         if not torch.is_autocast_enabled(device):
@@ -141,11 +147,14 @@ class Int8Layer(_Base):
             output = Int8Product.apply(x.float(), self.weight, self, products, slot, with_grad)
         return output.to(dtype)
 
-    def check_call(self, x: Tensor) -> None:
+    def check_call(self, input: Tensor) -> None:
         """Refuses a call that cannot run in int8 now."""
         if self.training:
             refuse_training(self, "it was called in training mode")
-        self.check_dtypes(x)
+        refuse_transforms(self.int8_name, input, self.weight)
+
+    def __prepare_scriptable__(self) -> None:
+        refuse_script(self.int8_name)
 
     def check_dtypes(self, x: Tensor) -> None:
         """Refuses what no int8 product can take."""

@@ -42,6 +42,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # younger than the oldest PyTorch that is supported
 
 
 class Undo:
@@ -105,7 +106,7 @@ class Undo:
         known, self._places, self._tensors = self._tensors, found.places, found.tensors
         # Not as inference tensors, which later steps could not write to.
         with torch.inference_mode(False), torch.no_grad():
-            if len(known) == len(self._tensors) and all(map(_same, known, self._tensors)):
+            if known and len(known) == len(self._tensors) and all(map(_same, known, self._tensors)):
                 torch._foreach_copy_(self._copies, self._tensors)
             else:
                 self._copies = [tensor.clone() for tensor in self._tensors]
@@ -226,7 +227,7 @@ def unwatch(module: nn.Module) -> None:
 
 def _begin(model: nn.Module, _: Any) -> None:
     if torch.compiler.is_compiling():
-        if model.training:
+        if model.training and not _is_exporting():
             getattr(model, UNDO).begin_traced(model)
         return
     if not _can_watch():
