@@ -199,7 +199,6 @@ NB_MODULE(_native, m) {
     m.def("cosine_slope_terms", &cosine_slope_terms);
     m.def("dot_terms", &dot_terms);
     m.def("noise_key", &make_noise_key);
-    m.def("fingerprint", [](Address values, s64 count) { return fingerprint(at<const f32>(values), count); });
     m.def("write_ledger", &put_in_ledger);
     bind_norm(m);
     bind_block(m);

@@ -20,9 +20,13 @@ from byteback.bind import BLOCK_REASON, BLOCK_TEXT, bind_blocks
 from byteback.fuse import find_blocks
 from byteback.fuse.tracing import CONVOLUTIONS, graph_of
 from byteback.nn import FusedConvolution, Int8Layer
+from byteback.nn.calls import SHARED, Shared
 from byteback.nn.frozen import FusedNorm
-from byteback.nn.layer import OWN_ATTRIBUTES, SHARED, Shared, begin_forward, end_forward, weight_number
+from byteback.nn.layer import OWN_ATTRIBUTES, weight_number
+from byteback.nn.model_hooks import begin_forward, end_forward
 from byteback.nn.subclass import INT8_CLASSES, int8_class
+from byteback.nn.undo import Watch, unwatch
+from byteback.nn.weights import unwatch_loading
 from byteback.recipes import Recipe, resolve
 
 FLOAT_REASON = "byteback_float_reason"
@@ -79,6 +83,7 @@ def prepare(
     if plan is not None:
         bind_blocks(model, plan, recipe)
     setattr(model, SHARED, shared)
+    Watch(model)
     model.register_forward_pre_hook(begin_forward)
     model.register_forward_hook(end_forward, always_call=True)
     return model
@@ -107,6 +112,8 @@ def restore(model: nn.Module) -> nn.Module:
         module.__dict__.pop(BLOCK_REASON, None)
         module.__dict__.pop(BLOCK_TEXT, None)
         module.__dict__.pop(SHARED, None)
+        unwatch_loading(module)
+        unwatch(module)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for handle, hook in list(hooks.items()):
                 if hook in (begin_forward, end_forward):

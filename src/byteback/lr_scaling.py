@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 
 from byteback.convert import int8_layers
 from byteback.nn import Int8Layer, ranks
+from byteback.nn.undo import Watch, drop_step, end_step
+from byteback.nn.weights import refuse_training
 
 
 class LearningRateScaling:
@@ -37,9 +39,10 @@ class LearningRateScaling:
         self._optimizer = weakref.ref(optimizer)  # the optimizer holds us by its hooks; it must be free to go
         self._process_group = process_group
         self._before: list[tuple[list[Int8Layer], Tensor, float | None]] = []
-        self._handles = [
+        self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._pre_step),
             optimizer.register_step_post_hook(self._post_step),
+            Watch(model),
         ]
         for layer in layers.values():
             if layer.scaling is not None:
@@ -80,6 +83,9 @@ class LearningRateScaling:
 
     @torch.no_grad()
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        for layer in self.layers.values():
+            if layer.weight.grad is not None:
+                refuse_training(layer, "the optimizer takes a step")
         closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself
         if closure is None:
             self._judge_gradients(optimizer)
@@ -120,6 +126,7 @@ class LearningRateScaling:
             torch._foreach_add_(weights, before)
         if self.layers:
             torch._foreach_add_([layer.quantizers.iteration for layer in self.layers.values()], 1)
+        end_step(self.model)
 
     def _by_weight(self) -> list[list[Int8Layer]]:
         """The layers, those that share a weight together: its step is shortened once."""
@@ -146,6 +153,7 @@ class LearningRateScaling:
         own = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for parameter in (*self.model.parameters(), *own):
             parameter.grad = None
+        drop_step(self.model)
         self.skipped += 1
         warnings.warn(
             f"byteback: NaN or Inf met while quantizing, so this step's gradients were dropped (skipped {self.skipped} so "

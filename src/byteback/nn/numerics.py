@@ -8,6 +8,7 @@ strict=True and resets them; a checkpoint that has some but not all of them is a
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from byteback import ops
 from byteback.ops.limits import NUMERICS_VERSION
-from byteback.quantize import Quantizer, Settings, TensorRule, register
+from byteback.quantize import Quantizer, Settings, TensorRule, moved, register
 from byteback.recipes import Recipe
 
 GRADIENT_ROLES = ("grad_output", "grad_output_for_weight")
@@ -49,14 +50,11 @@ class LayerNumerics(nn.Module):
         self, recipe: Recipe, in_channels: int, out_channels: int, seed: int, layer: int, name: str, depthwise: bool = False
     ) -> None:
         super().__init__()
-        for buffer, value in (
-            ("numerics_version", NUMERICS_VERSION),
-            ("seed", signed64(seed)),
-            ("layer", layer),
-            ("count", 0),
-            ("iteration", 0),
-            ("nonfinite", 0),
-        ):
+        self.initial = {
+            **{"numerics_version": NUMERICS_VERSION, "seed": signed64(seed), "layer": layer},
+            **{"count": 0, "iteration": 0, "nonfinite": 0},
+        }
+        for buffer, value in self.initial.items():
             self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64))
         self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True)
         rule, own = recipe.grad_output_rule(depthwise), recipe.grad_output_for_weight
@@ -69,6 +67,15 @@ class LayerNumerics(nn.Module):
         """Handles belong to a process, so a copy from another one gets its own."""
         super().__setstate__(state)
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerNumerics:
+        """Moves with the model; to memory that holds nothing yet it comes with the numbers of a new layer."""
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        for name, value in self.initial.items():
+            self._buffers[name] = moved(getattr(self, name), fn, value)
+        return self
 
     def next_noise_key(self, rank: int, count_iteration: bool) -> Tensor:
         """The key for this gradient's noise; the next gradient gets another one."""
@@ -85,6 +92,7 @@ class LayerNumerics(nn.Module):
             quantizer.reset()
         for counter in (self.iteration, self.nonfinite):
             counter.zero_()
+        self.numerics_version.fill_(NUMERICS_VERSION)
 
     def each(self) -> list[Quantizer]:
         """The quantizers: of the input, and of one or two copies of the gradient."""

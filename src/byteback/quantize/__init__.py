@@ -16,6 +16,7 @@ from byteback.quantize.quantizer import (
     Quantizer,
     Settings,
     deviation_of,
+    moved,
     quantize_fresh,
     register,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "TensorRule",
     "adopt",
     "deviation_of",
+    "moved",
     "quantize_both",
     "quantize_held",
     "quantize_fresh",

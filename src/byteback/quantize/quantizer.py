@@ -298,6 +298,20 @@ def quantize_fresh(x: Tensor, settings: int, iteration: Tensor) -> QTensor:
     return QTensor(*_fresh(x, iteration, _settings[settings]))
 
 
+def moved(buffer: Tensor, fn: Callable[[Tensor], Tensor], initial: int) -> Tensor:
+    """A buffer after Module._apply(fn): on the device that fn takes it to, with the numbers and the dtype that it had.
+
+    `to_empty` takes it to memory that holds anything. From the meta device, where it had no numbers, it begins with `initial`.
+    """
+    made = fn(buffer).to(buffer.dtype)
+    if made.device == buffer.device:
+        return buffer
+    if made.is_meta:
+        return made
+    with torch.no_grad():
+        return made.fill_(initial) if buffer.is_meta else made.copy_(buffer)
+
+
 class Quantizer(nn.Module):
     """The memory of one tensor (input, grad_output) of one layer: fixed-shape buffers, in the state_dict.
 
@@ -336,13 +350,8 @@ class Quantizer(nn.Module):
         """Moves with the model, but stays float32 under .half() and .bfloat16(): clips steer integers."""
         for name, buffer in self._buffers.items():
             if buffer is not None:
-                self._buffers[name] = fn(buffer).to(buffer.dtype)
-                if buffer.is_floating_point() and self._buffers[name].device == buffer.device:  # type: ignore[union-attr]
-                    self._buffers[name] = buffer
-        moved = fn(self.unshared)
-        if moved.device != self.unshared.device:
-            # Out of "meta" come numbers that nobody has set.
-            self.unshared = torch.zeros_like(moved, dtype=torch.float64) if self.unshared.is_meta else moved.to(torch.float64)
+                self._buffers[name] = moved(buffer, fn, 0)
+        self.unshared = moved(self.unshared, fn, 0)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
