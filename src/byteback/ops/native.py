@@ -7,8 +7,8 @@
     avx512vnni  the same, with matrix products and Winograd by AVX-512 VNNI
 
 Every path gives the same bits. Without a word from the user the best path that can run here is taken; `with path(...)` or
-the environment variable BYTEBACK_PATH (read once) choose another one. avx512vnni is compared with generic on small
-products before it is first used, and refused with a warning if a bit differs. The native paths serve CPU tensors; tensors
+the environment variable BYTEBACK_PATH (read once) choose another one. avx512vnni is tried on small products and
+on sums as deep as an int32 holds before it is first used, and refused with a warning if a bit differs. The native paths serve CPU tensors; tensors
 elsewhere are served by the reference.
 """
 
