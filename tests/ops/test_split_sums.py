@@ -88,8 +88,8 @@ GRAD_WEIGHT = list(summed_pixels())
 
 def name(case: tuple[int, Geometry]) -> str:
     _, geometry = case
-    sizes = "x".join(map(str, geometry.image))
-    return f"{geometry.channels[0]}-{geometry.channels[1]}-g{geometry.groups}-{sizes}-k{geometry.kernel[0]}-s{geometry.stride[0]}"
+    channels, sizes = "-".join(map(str, geometry.channels)), "x".join(map(str, geometry.image))
+    return f"{channels}-g{geometry.groups}-{sizes}-k{geometry.kernel[0]}-s{geometry.stride[0]}"
 
 
 def met(case: Geometry, which: str) -> Tensor:
