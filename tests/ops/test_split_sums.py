@@ -62,9 +62,7 @@ def many_taps(image: int, padding: int) -> Iterator[tuple[int, Geometry]]:
 def turned(case: Geometry) -> Geometry:
     """The convolution whose grad_input sums over what `case` sums over."""
     out, back = case.channels[::-1]
-    return Geometry(
-        case.batch, (out, back), case.groups, case.image, case.kernel, case.stride, case.padding, case.dilation
-    )
+    return Geometry(case.batch, (out, back), case.groups, case.image, case.kernel, case.stride, case.padding, case.dilation)
 
 
 def summed_pixels() -> Iterator[tuple[int, Geometry]]:

@@ -30,8 +30,8 @@ Number = TypeVar("Number", float, Tensor)
 def _parts(t: Number) -> tuple[Number, Number]:
     """(e^r, n) for t from LOWEST to HIGHEST.
 
-    The error, in units in the last place of a result in [0.5, 1), where it is largest: 0.5 by the last addition, 0.25 by the one
-    before, 0.19 by the three roundings of r²·tail, which is below 0.054, and by the sum with `lost`.
+    The error, in units in the last place of a result in [0.5, 1), where it is largest: 0.5 by the last addition, 0.25 by the
+    one before, 0.19 by the three roundings of r²·tail, which is below 0.054, and by the sum with `lost`.
     """
     n = (t * _LOG2_E + _ROUNDER) - _ROUNDER
     high, low = t - n * _LN2_HIGH, n * _LN2_LOW
