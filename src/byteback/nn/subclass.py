@@ -8,12 +8,12 @@ of itself. The twin of a subclass is made when it is needed, so pickle cannot fi
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import nn
 
-from byteback.nn.conv import FusedConvolution, Int8Conv1d, Int8Conv2d, Int8Conv3d
+from byteback.nn.conv import Int8Conv1d, Int8Conv2d, Int8Conv3d
 from byteback.nn.layer import OWN_ATTRIBUTES, Int8Layer
 from byteback.nn.linear import Int8Linear
 
@@ -46,7 +46,7 @@ def int8_class(cls: type[nn.Module]) -> type[nn.Module]:
     return _twins.setdefault(cls, type(f"Int8{cls.__name__}", (base, cls), members))
 
 
-@lru_cache(maxsize=None)
+@cache
 def own_names(twin: Any) -> tuple[str, ...]:
     """The names that a class of ours adds to the torch class it is made from: methods, attributes, what `attach` sets.
 
@@ -62,7 +62,7 @@ def own_names(twin: Any) -> tuple[str, ...]:
     return tuple(sorted(name for name in named - theirs if not name.startswith("__")))
 
 
-def clash(module: nn.Module, twin: type[Int8Layer] | type[FusedConvolution]) -> str | None:
+def clash(module: nn.Module, twin: Any) -> str | None:
     """A name of the user's, on the layer or in its class, that `twin` needs for itself.
 
     >>> layer = nn.Conv2d(3, 8, 3)
