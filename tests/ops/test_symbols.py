@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No AVX code for machines without AVX: reads the symbol tables of the compiled files, as the linker does.
 
-An inline function or a template (std::vector's too) is compiled into every file that uses it, as a *weak* symbol, and the linker
+An inline function or a template (of std::vector too) is compiled into every file that uses it, as a *weak* symbol; the linker
 keeps one copy for all. If that is the copy of a file compiled for AVX, portable code runs AVX instructions. So such files must
 define nothing weak. What they define for others must lie in the namespace of their path.
 """
