@@ -51,3 +51,23 @@ def test_a_row_leaves_the_others_alone() -> None:
         assert buffer is not None
         assert (buffer[others] == (0 if name == "updated_at" else 0.5)).all(), name
     assert rows.clip[2].tolist() == [1.0, 2.0] and rows.updated_at[2] == 9 and rows.observed[2, ledger.CLIP] == 4.0
+
+
+@pytest.mark.parametrize("name", ledger.Buffers._fields[:-1])
+def test_buffers_that_are_not_dense_are_written_as_such(name: str) -> None:
+    """load_state_dict(assign=True) puts a checkpoint's tensors there, whatever their layout."""
+    dense, strided = buffers(2, True, 0.5), buffers(2, True, 0.5)
+    buffer = getattr(strided, name)
+    wide = torch.stack([buffer, buffer], dim=-1)
+    strided = strided._replace(**{name: wide[..., 0]})
+    entry = ledger.Entry(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0]), True, 9, 0.1, 0.2, 0.3, 0.1)
+    for rows in (dense, strided):
+        ledger.write(rows, 5, entry)
+    assert all(torch.equal(left, right) for left, right in zip(dense, strided, strict=True))  # type: ignore[arg-type]
+    assert torch.equal(wide[..., 1], buffer), "what lies between them is somebody else's"
+
+
+@pytest.mark.parametrize("slot", [SLOTS, SLOTS + 100])
+def test_a_slot_that_is_not_there_is_refused(slot: int) -> None:
+    with pytest.raises(IndexError):
+        ledger.write(buffers(2, True, 0.5), slot, ledger.Entry(torch.ones(2), torch.ones(2), True, 9, 0.1, 0.2, 0.3, 0.1))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from byteback.addresses import CPU
 from byteback.ops import native, pool
 
 SIZE = (1 << 20, (1,))
@@ -26,7 +27,7 @@ def _clean() -> object:
 
 
 def take() -> torch.Tensor:
-    return pool.empty([SIZE[0]], SIZE[1], torch.float32)
+    return pool.empty([SIZE[0]], SIZE[1], torch.float32, CPU)
 
 
 def test_a_block_is_used_again_once_its_tensor_is_gone() -> None:
@@ -56,23 +57,23 @@ def test_whoever_holds_the_storage_keeps_the_block(holder: str) -> None:
 
 
 def test_layout_dtype_and_small_tensors() -> None:
-    x = pool.empty([4, 64, 56, 56], (200704, 1, 3584, 64), torch.float32)
+    x = pool.empty([4, 64, 56, 56], (200704, 1, 3584, 64), torch.float32, CPU)
     assert x.is_contiguous(memory_format=torch.channels_last) and x.shape == (4, 64, 56, 56)
     q = pool.empty_like(x, torch.int8)
     assert q.dtype == torch.int8 and q.stride() == x.stride()
     before = pool.held()
-    assert pool.empty([10], (1,), torch.float32).numel() == 10 and pool.held() == before
+    assert pool.empty([10], (1,), torch.float32, CPU).numel() == 10 and pool.held() == before
 
 
 def test_sizes_that_differ_a_little_share_a_block() -> None:
-    address = pool.empty([1_000_000], (1,), torch.float32).data_ptr()
-    assert pool.empty([990_000], (1,), torch.float32).data_ptr() == address
+    address = pool.empty([1_000_000], (1,), torch.float32, CPU).data_ptr()
+    assert pool.empty([990_000], (1,), torch.float32, CPU).data_ptr() == address
 
 
 def test_idle_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "limit", 10 << 20)
     for size in range(1, 40):
-        pool.empty([size << 18], (1,), torch.float32)
+        pool.empty([size << 18], (1,), torch.float32, CPU)
         assert pool.idle() <= 10 << 20
 
 
@@ -86,7 +87,7 @@ def test_autograd_adds_gradients_in_place() -> None:
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Tensor:
-            return pool.empty([1_000_000], (1,), torch.float32).fill_(2.0)
+            return pool.empty([1_000_000], (1,), torch.float32, CPU).fill_(2.0)
 
     x = torch.ones(1_000_000, requires_grad=True)
     middle = x * 1.0

@@ -107,7 +107,8 @@ class Int8Layer(_Base):
         self.int8_kept: KeptWeight | None = None
         self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
         channels = self.channels()
-        self.quantizers = LayerNumerics(self.recipe, *channels, seed=seed, layer=layer, name=name).to(self.weight.device)
+        device = self.weight.device
+        self.quantizers = LayerNumerics(self.recipe, *channels, seed=seed, layer=layer, name=name, device=device)
 
     def detach(self) -> None:
         """Makes the layer the plain torch layer that it was."""

@@ -45,7 +45,16 @@ class LayerNumerics(nn.Module):
     nonfinite: Tensor
     numerics_version: Tensor
 
-    def __init__(self, recipe: Recipe, in_channels: int, out_channels: int, seed: int, layer: int, name: str) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        in_channels: int,
+        out_channels: int,
+        seed: int,
+        layer: int,
+        name: str,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         for buffer, value in (
             ("numerics_version", NUMERICS_VERSION),
@@ -55,11 +64,11 @@ class LayerNumerics(nn.Module):
             ("iteration", 0),
             ("nonfinite", 0),
         ):
-            self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64))
-        self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True)
-        self.grad_output = Quantizer(_entries(recipe.grad_output, out_channels), tracks=False)
+            self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64, device=device))
+        self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True, device=device)
+        self.grad_output = Quantizer(_entries(recipe.grad_output, out_channels), tracks=False, device=device)
         own = recipe.grad_output_for_weight
-        self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False) if own else None
+        self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False, device=device) if own else None
         self.settings = _settings(recipe, name)
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
         self.nonfinite_seen = 0  # how much of `nonfinite` the optimizer's hook has dealt with
@@ -95,7 +104,7 @@ class LayerNumerics(nn.Module):
                 f"{NUMERICS_VERSION}; training goes on, but not with the bits that the old version would have given.",
                 stacklevel=2,
             )
-            state_dict[prefix + "numerics_version"] = torch.tensor(NUMERICS_VERSION)
+            state_dict[prefix + "numerics_version"] = torch.full_like(version, NUMERICS_VERSION)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self.nonfinite_seen = int(self.nonfinite)  # a loaded count tells of steps long gone
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from byteback.addresses import known
 from byteback.ops import eager, native
 
 _library: Any = native.library
@@ -25,5 +26,5 @@ def fingerprint(x: Tensor) -> int | None:
         return None
     if not x.is_contiguous() and not x.movedim(1, -1).is_contiguous():
         return None
-    bits: int = _library.fingerprint(x.data_ptr(), x.numel())
+    bits: int = _library.fingerprint(known(x), x.numel())
     return bits
