@@ -8,7 +8,7 @@ tensor is checked here for its dtype, its device, its layout and its number of e
     last    (N, C, ...), dense with its channels last: images
     dense   either of the two, where the caller tells the kernel which
     part    some channels of a wider image
-    known   not checked: the key of a plan has proved all of it, or the native library made the tensor
+    known   not checked: the key of a plan has proved all of it, or the tensor was made for this call (`new`, ops/pool.py)
 
 Each returns 0 for None. A tensor that does not fit is an error: callers copy unusual layouts and refuse wrong arguments
 before, with the operator's name in the message. An address does not keep its tensor alive, so a temporary such as
@@ -19,7 +19,7 @@ A leaf, because the operators and detection_ops both need it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 CPU = torch.device("cpu")
 """Where the native library reads and writes: results are made there, whatever torch.set_default_device says."""
 
+_empty = torch.empty  # bound once: after a large layer every look-up in PyTorch's module is a miss of the cache
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -99,9 +100,18 @@ def part(x: Tensor | None, dtype: torch.dtype, count: int, pitch: int) -> int:
     _refuse(x, dtype, count, f"a part of an image of {pitch} channels, channels last")
 
 
-def known(x: Tensor) -> int:
+def new(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised dense CPU tensor, for a kernel to fill.
+
+    >>> new((1, 3), torch.int64).shape
+    torch.Size([1, 3])
+    """
+    return _empty(shape, dtype=dtype, device=CPU)
+
+
+def known(x: Tensor | None) -> int:
     """The address of a tensor that needs no check; see the top of this file."""
-    return x.data_ptr()
+    return 0 if x is None else x.data_ptr()
 
 
 def _refuse(x: Tensor, dtype: torch.dtype, count: int, how: str) -> NoReturn:

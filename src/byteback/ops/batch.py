@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.addresses import CPU, flat, known, last
+from byteback.addresses import CPU, flat, known, last, new
 from byteback.ops import eager, native, native_kernels, pool, schema_products
 from byteback.ops.coefficients import CEILINGS, norm_coefficients
 from byteback.ops.finished import last_strides
@@ -175,23 +175,18 @@ def _request(
     told = _tells_its_peak(residual, activation)
     count, channels = x.numel(), x.shape[1]
     rows, width, vectors = count // channels, (channels + 7) // 8, _vectors(norm)
-    a, b, peak = _empty(channels, _float32), _empty(channels, _float32), _empty((), _float32)
-    mean, invstd = _empty(channels, _float64), _empty(channels, _float64)
+    a, b, peak = new(channels, _float32), new(channels, _float32), new((), _float32)
+    mean, invstd = new(channels, _float64), new(channels, _float64)
     values = scale = counts = output = mask = None
     if want_int8:
-        values, scale, counts = pool.empty_like(x, _int8), _empty((1,) * x.dim(), _float32), _empty(2, _int64)
+        values, scale, counts = pool.empty_like(x, _int8), new((1,) * x.dim(), _float32), new(2, _int64)
     if want_float:
         output = pool.empty_like(x)
     if want_mask and activation in CEILINGS:
         mask = pool.empty((rows, width), (width, 1), _uint8, CPU)
     kept = _place_for(x, keep)
     place, kind, step, centre = kept_numbers(kept, count, channels)
-    results = (
-        *(flat(a, _float32, channels), flat(b, _float32, channels)),
-        *(flat(mean, _float64, channels), flat(invstd, _float64, channels), flat(peak, _float32, 1)),
-        *(last(values, _int8, count), flat(scale, _float32, 1), flat(counts, _int64, 2)),
-        *(last(output, _float32, count), flat(mask, _uint8, rows * width)),
-    )
+    results = (a, b, mean, invstd, peak, values, scale, counts, output, mask)
     given = [flat(vector, _float32, channels) for vector in vectors]
     request = (
         (rows, channels, last(x, _float32, count), *given, *residual_numbers(residual, count)),
@@ -202,15 +197,11 @@ def _request(
         CEILINGS.get(activation, math.inf),
         told,
         kind,
-        [*results, place, step, centre],
+        [*[known(result) for result in results], place, step, centre],
         torch.get_num_threads(),
     )
     made = Normalized(values, scale, output, mask, counts, kept)
     return request, NormalizedBatch(a, b, mean, invstd, peak if told or want_int8 else None, made), peak
-
-
-def _empty(shape: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=CPU)
 
 
 def _tells_its_peak(residual: Residual, activation: str) -> bool:
@@ -225,7 +216,7 @@ def _place_for(x: Tensor, keep: str | None) -> Kept | None:
     if keep == "bfloat16":
         return pool.empty_like(x, torch.bfloat16)
     channels = x.shape[1]
-    return pool.empty_like(x, _int8), _empty(channels, _float32), _empty(channels, _float32)
+    return pool.empty_like(x, _int8), new(channels, _float32), new(channels, _float32)
 
 
 def _step_by_step(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.addresses import CPU, flat, last
+from byteback.addresses import flat, known, new
 from byteback.ops import native, pool
 from byteback.ops.coefficients import gradient_sums, norm_gradient
 from byteback.ops.normalize import Kept
@@ -75,17 +75,14 @@ def normalize_grad_batch(
             sums = gradient_sums(a, q, r, mean, invstd, eps, seen.total, seen.dot, seen.squares, count)
         return BatchGradient(q, r, gamma, beta, seen.masked, sums)
     masked = pool.empty_like(g) if want_masked else None
-    q, r, gamma, beta = (torch.empty(channels, dtype=_float32, device=CPU) for _ in range(4))
-    wide = [torch.empty(channels, dtype=_float64, device=CPU) for _ in range(2)] if want_sums else [None, None]
-    made = [flat(to, _float32, channels) for to in (q, r, gamma, beta)]
+    q, r, gamma, beta = (new(channels, _float32) for _ in range(4))
+    sums = (new(channels, _float64), new(channels, _float64)) if want_sums else None
     _library.normalize_grad_batch(
         path,
         backward_numbers(g, x, *gate, activation),
         (flat(a, _float32, channels), flat(mean, _float64, channels), flat(invstd, _float64, channels)),
         eps,
-        [*made, last(masked, _float32, g.numel()), *(flat(to, _float64, channels) for to in wide)],
+        [known(to) for to in (q, r, gamma, beta, masked, *(sums or (None, None)))],
         torch.get_num_threads(),
     )
-    total, squares = wide
-    sums = None if total is None or squares is None else (total, squares)
     return BatchGradient(q, r, gamma, beta, masked, sums)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.addresses import CPU, flat
+from byteback.addresses import flat, known, new
 from byteback.ops import native
 from byteback.ops.normalize_checks import Running, check_activation, check_optional, check_running, check_vector, path_for
 
@@ -38,10 +38,6 @@ class Coefficients(NamedTuple):
     mean: Tensor
     invstd: Tensor
     peak: Tensor
-
-
-def _room(channels: int, dtype: torch.dtype = _float32) -> Tensor:
-    return torch.empty(channels, dtype=dtype, device=CPU)
 
 
 def norm_coefficients(
@@ -68,18 +64,17 @@ def norm_coefficients(
     path = path_for(op, total, squares, low, high, *vectors)
     if path is None or not writable:
         return _coefficients((total, squares, low, high), count, gamma, beta, bias, eps, running, momentum, activation)
-    a, b, mean, invstd = _room(channels), _room(channels), _room(channels, _float64), _room(channels, _float64)
-    peak = torch.empty((), dtype=_float32, device=CPU)
+    a, b, peak = new(channels, _float32), new(channels, _float32), new((), _float32)
+    mean, invstd = new(channels, _float64), new(channels, _float64)
     sums = flat(total, _float64, channels), flat(squares, _float64, channels)
     given = [flat(vector, _float32, channels) for vector in (low, high, *vectors)]
-    made = [flat(a, _float32, channels), flat(b, _float32, channels), flat(mean, _float64, channels)]
     _library.norm_coefficients(
         [channels, count, *sums, *given],
         eps,
         momentum,
         activation != "none",
         CEILINGS.get(activation, math.inf),
-        [*made, flat(invstd, _float64, channels), flat(peak, _float32, 1)],
+        [known(vector) for vector in (a, b, mean, invstd, peak)],
     )
     return Coefficients(a, b, mean, invstd, peak)
 
@@ -136,9 +131,9 @@ def norm_folded(
         a = (invstd if gamma is None else gamma.double() * invstd).float()
         shift = centre * a.double()
         return a, (-shift if beta is None else beta.double() - shift).float()
-    a, b = _room(channels), _room(channels)
+    a, b = new(channels, _float32), new(channels, _float32)
     given = [flat(vector, _float32, channels) for vector in vectors]
-    _library.norm_folded([channels, *given], eps, flat(a, _float32, channels), flat(b, _float32, channels))
+    _library.norm_folded([channels, *given], eps, known(a), known(b))
     return a, b
 
 
@@ -162,9 +157,9 @@ def norm_gradient(
         q = (wide * invstd * gamma * share).float()
         r = (wide * total * share - q.double() * mean).float()
         return q, r, gamma.float(), total.float()
-    made = _room(channels), _room(channels), _room(channels), _room(channels)
+    made = new(channels, _float32), new(channels, _float32), new(channels, _float32), new(channels, _float32)
     sums = [flat(vector, _float64, channels) for vector in given]
-    _library.norm_gradient([channels, count, flat(a, _float32, channels), *sums], [flat(t, _float32, channels) for t in made])
+    _library.norm_gradient([channels, count, flat(a, _float32, channels), *sums], [known(vector) for vector in made])
     return made
 
 
@@ -206,9 +201,8 @@ def gradient_sums(
         own = (a * a * squares + count * (q * q * var)) + count * (shift * shift)
         crossed = a * q * centred + a * shift * total
         return a * total + count * shift, own + 2.0 * crossed
-    made = _room(channels, _float64), _room(channels, _float64)
+    made = new(channels, _float64), new(channels, _float64)
     given = [flat(vector, _float64, channels) for vector in wide]
     factors = [flat(vector, _float32, channels) for vector in (a, q, r)]
-    places = [flat(vector, _float64, channels) for vector in made]
-    _library.gradient_sums([channels, count, factors[0], *given, *factors[1:]], eps, *places)
+    _library.gradient_sums([channels, count, factors[0], *given, *factors[1:]], eps, *[known(vector) for vector in made])
     return made

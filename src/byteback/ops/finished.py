@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.addresses import CPU, flat, known
+from byteback.addresses import CPU, flat, known, new
 from byteback.ops import layout, native, native_kernels, pool, schema_products
 from byteback.ops.geometry import geometry as checked_geometry
 from byteback.ops.normalize import Into, Normalized, Residual, normalize
@@ -102,8 +102,7 @@ def _native(
     values = scale = output = counts = None
     if clip is not None:
         values = pool.empty(size, strides, torch.int8, CPU) if into is None else into.values
-        scale = torch.empty((1,) * len(size), dtype=torch.float32, device=CPU)
-        counts = torch.empty(2, dtype=torch.int64, device=CPU)
+        scale, counts = new((1,) * len(size), torch.float32), new(2, torch.int64)
     if want_float:
         output = pool.empty(size, strides, torch.float32, CPU) if into is None else into.output
     (a, b), channels, count = vectors, product.channels, math.prod(size)
@@ -119,8 +118,8 @@ def _native(
         activation,
         flat(clip, torch.float32, 1),
         place(values, torch.int8, count, into),
-        flat(scale, torch.float32, 1),
-        flat(counts, torch.int64, 2),
+        known(scale),
+        known(counts),
         place(output, torch.float32, count, into),
         product.channels if into is None else into.pitch,
         torch.get_num_threads(),

@@ -29,12 +29,25 @@ def geometry(op: str, spatial: int, values: Sequence[Any]) -> tuple[Any, ...]:
     if len(values) != 4:
         raise ValueError(f"{op}: geometry has {len(values)} entries; it is (stride, padding, dilation, groups). Pass these.")
     stride, padding, dilation, groups = values
+    if _is_plain((stride, padding, dilation, (groups,))):
+        return stride, padding, dilation, groups
     return (
         axes(op, "stride", stride, spatial),
         axes(op, "padding", padding, spatial),
         axes(op, "dilation", dilation, spatial),
         whole(op, "groups", groups),
     )
+
+
+def _is_plain(sequences: tuple[Any, ...]) -> bool:
+    """Whether all of it is as it should be: what nearly every call gives, in as little time as possible."""
+    for values in sequences:
+        if type(values) is not tuple and type(values) is not list:
+            return False
+        for value in values:
+            if type(value) is not int or not -MOST <= value <= MOST:
+                return False
+    return True
 
 
 def axes(op: str, name: str, values: Axes, spatial: int) -> Sequence[int]:
@@ -46,10 +59,7 @@ def sizes(op: str, name: str, values: Sequence[int]) -> Sequence[int]:
     """A sequence of numbers, such as the size of a tensor."""
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"{op}: {name} is {values!r}, but it is the size of a tensor. Pass a sequence of integers.")
-    for value in values:
-        if type(value) is not int or not -MOST <= value <= MOST:
-            return [whole(op, name, each) for each in values]
-    return values
+    return values if _is_plain((values,)) else [whole(op, name, each) for each in values]
 
 
 def whole(op: str, name: str, value: Any) -> Any:

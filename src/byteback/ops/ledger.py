@@ -53,9 +53,8 @@ def write(buffers: Buffers, slot: int, entry: Entry) -> None:
     """Writes one entry into row `slot`."""
     clip, remember, searched, iteration, *columns, momentum = entry
     kept = clip if remember is None else remember
-    given = (buffers.clip, buffers.observed, clip) if kept is clip else (buffers.clip, buffers.observed, clip, kept)
-    plain = native.number() is not None and eager.is_plain(given)
-    if not plain or clip.dtype is not _float32 or kept.dtype is not _float32 or not _is_ready(buffers, slot):
+    plain = eager.is_plain((clip,) if kept is clip else (clip, kept)) and clip.dtype is _float32 and kept.dtype is _float32
+    if native.number() is None or not plain or not _is_ready(buffers, slot):
         _write(buffers, slot, entry)
         return
     clip = clip.contiguous()

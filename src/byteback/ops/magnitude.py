@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.addresses import CPU, flat, last
+from byteback.addresses import flat, known, last, new
 from byteback.ops import native, pool, statistics
 from byteback.ops.normalize_checks import check_key, check_parts, check_tensor, check_vector, path_for, path_of_parts
 from byteback.ops.normalize_native import backward_numbers
@@ -104,7 +104,7 @@ def magnitude_clips(
     if path is None:
         each, one = _sigmas(total.reshape(shape), squares.reshape(shape), x)
         return _averages(rule, x, peak.reshape(shape), *tail_count_pair(x, each, one), before_one, before_each)
-    one, each = _empty((1,) * x.dim()), _empty(shape)
+    one, each = new((1,) * x.dim(), _float32), new(shape, _float32)
     shares = _library.magnitude_clips(
         path,
         x.numel() // channels,
@@ -113,14 +113,10 @@ def magnitude_clips(
         (flat(peak, _float32, channels), flat(total, _float64, channels), flat(squares, _float64, channels)),
         (flat(before_one, _float32, 1), flat(before_each, _float32, channels)),
         rule,
-        (flat(one, _float32, 1), flat(each, _float32, channels)),
+        (known(one), known(each)),
         torch.get_num_threads(),
     )
     return Clips(one, each, *shares)
-
-
-def _empty(shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=_float32, device=CPU)
 
 
 def _check_before(op: str, one: Before, each: Before, channels: int) -> tuple[Before, Before]:
@@ -163,7 +159,7 @@ def gradient_pair(
     op = "gradient_pair"
     parts, key = check_parts(op, parts), check_key(op, key)
     g = parts.g
-    count, channels = g.numel(), g.shape[1]
+    channels = g.shape[1]
     total, squares = (check_vector(op, n, v, channels, _float64) for n, v in zip(("total", "squares"), sums, strict=True))
     before_one, before_each = _check_before(op, before_one, before_each, channels)
     path = path_of_parts(op, parts, total, squares, before_one, before_each, key)
@@ -171,9 +167,9 @@ def gradient_pair(
         clips = gradient_clips(rule, parts, (total, squares), before_one, before_each)
         return _paired(clips, normalize_grad_quantize_pair(parts, clips.one, clips.each, key), want_one)
     single, per_channel = (1,) * g.dim(), (1, channels, *(1,) * (g.dim() - 2))
-    clip, clip_each = _empty(single), _empty(per_channel)
-    values_each, scale_each = pool.empty_like(g, _int8), _empty(per_channel)
-    values, scale = (pool.empty_like(g, _int8), _empty(single)) if want_one else (None, None)
+    clip, clip_each = new(single, _float32), new(per_channel, _float32)
+    values_each, scale_each = pool.empty_like(g, _int8), new(per_channel, _float32)
+    values, scale = (pool.empty_like(g, _int8), new(single, _float32)) if want_one else (None, None)
     gaussian, gaussian_each, saturated, saturated_each, nonfinite = _library.gradient_pair(
         path,
         backward_numbers(*parts),
@@ -181,9 +177,9 @@ def gradient_pair(
         (flat(before_one, _float32, 1), flat(before_each, _float32, channels)),
         rule,
         flat(key, _int64, 2),
-        (flat(clip, _float32, 1), flat(clip_each, _float32, channels)),
-        (last(values, _int8, count), last(values_each, _int8, count)),
-        (flat(scale, _float32, 1), flat(scale_each, _float32, channels)),
+        (known(clip), known(clip_each)),
+        (known(values), known(values_each)),
+        (known(scale), known(scale_each)),
         torch.get_num_threads(),
     )
     clips = Clips(clip, clip_each, gaussian, gaussian_each)

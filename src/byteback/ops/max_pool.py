@@ -7,14 +7,13 @@ on the CPU and windows of at most 256 taps (`serves`); PyTorch serves the others
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from byteback.addresses import last, same_device
+from byteback.addresses import known, last, same_device
 from byteback.ops import native
 from byteback.ops.pixels import empty
 
@@ -78,7 +77,7 @@ def max_pool(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     numbers = _numbers(x.shape, window)
     size = numbers[0], numbers[3], *numbers[-2:]
     y, taps = empty(size, x.device), empty(size, x.device, torch.uint8)
-    made = last(y, torch.float32, math.prod(size)), last(taps, torch.uint8, math.prod(size))
+    made = known(y), known(taps)
     _library.max_pool(native.number(), numbers, last(x, torch.float32, x.numel()), *made, torch.get_num_threads())
     return y, taps
 
@@ -97,8 +96,7 @@ def max_pool_grad(g: Tensor, taps: Tensor, size: Sequence[int], window: Window) 
         return _gradient(g, taps, dx, window)
     g, taps = (part.contiguous(memory_format=torch.channels_last) for part in (g, taps))
     given = last(g, torch.float32, g.numel()), last(taps, torch.uint8, g.numel())
-    made = last(dx, torch.float32, math.prod(size))
-    _library.max_pool_grad(native.number(), numbers, *given, made, torch.get_num_threads())
+    _library.max_pool_grad(native.number(), numbers, *given, known(dx), torch.get_num_threads())
     return dx
 
 

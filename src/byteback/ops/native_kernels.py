@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.addresses import CPU, dense, flat, known
+from byteback.addresses import CPU, dense, flat, known, new
 from byteback.ops import layout, native, pool
 from byteback.ops.scale_rule import combine_scales
 
@@ -35,7 +35,7 @@ _TILE = 16  # bytes on either side of a tile in csrc/transpose_avx2.cpp
 def _transpose(path: int, source: Tensor, result: Tensor, batch: int, rows: int, columns: int) -> Tensor:
     """Dense matrices (rows, columns) as (columns, rows), each."""
     count = batch * rows * columns
-    addresses = dense(source, source.dtype, count), dense(result, source.dtype, count)
+    addresses = dense(source, source.dtype, count), known(result)
     _library().transpose(path, batch, rows, columns, source.element_size(), *addresses, torch.get_num_threads())
     return result
 
@@ -167,9 +167,9 @@ def matmul_int8(path: int, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
 
 
 def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
-    key = torch.empty(2, dtype=_INT64, device=CPU)
+    key = new(2, _INT64)
     counters = flat(seed, _INT64, 1), flat(layer, _INT64, 1), flat(count, _INT64, 1)
-    _library().noise_key(*counters, rank, flat(key, _INT64, 2))
+    _library().noise_key(*counters, rank, known(key))
     return key
 
 
@@ -207,8 +207,7 @@ def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Te
     clip = clip.contiguous()
     key = key if key is None else key.contiguous()
     values, scale = pool.empty_like(laid, _INT8), torch.empty_like(clip)
-    counts = torch.empty(2, dtype=_INT64, device=CPU)
-    peak = torch.empty_strided((), (), dtype=_FLOAT32, device=CPU)
+    counts, peak = new(2, _INT64), new((), _FLOAT32)
     count, clips = x.numel(), clip.numel()
     _library().quantize(
         path,
@@ -218,10 +217,10 @@ def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Te
         *_strides(clip),
         clips,
         flat(key, _INT64, 2),
-        dense(values, _INT8, count),
-        flat(scale, _FLOAT32, clips),
-        flat(counts, _INT64, 2),
-        flat(peak, _FLOAT32, 1),
+        known(values),
+        known(scale),
+        known(counts),
+        known(peak),
         torch.get_num_threads(),
     )
     return _like(x, laid, values), scale, counts, peak
@@ -265,28 +264,16 @@ def _empty_clip(x: Tensor, axis: int) -> Tensor:
 def absmax(path: int, x: Tensor, axis: int) -> Tensor:
     laid, rows = _rows(x, per_sample=axis == 0)
     result = _empty_clip(x, axis)
-    clips = 1 if axis < 0 else x.shape[axis]
-    addresses = dense(laid, _FLOAT32, x.numel()), flat(result, _FLOAT32, clips)
-    _library().absmax(path, rows, *addresses, axis, torch.get_num_threads())
+    _library().absmax(path, rows, dense(laid, _FLOAT32, x.numel()), known(result), axis, torch.get_num_threads())
     return result
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     laid, rows = _rows(x)
-    channels = x.shape[1]
-    shape = [1, channels, *(1,) * (x.dim() - 2)]
-    peak = torch.empty(shape, dtype=_FLOAT32, device=CPU)
-    total = torch.empty(shape, dtype=_FLOAT64, device=CPU)
-    squares = torch.empty(shape, dtype=_FLOAT64, device=CPU)
-    _library().moments(
-        native.number(),
-        rows,
-        dense(laid, _FLOAT32, x.numel()),
-        flat(peak, _FLOAT32, channels),
-        flat(total, _FLOAT64, channels),
-        flat(squares, _FLOAT64, channels),
-        torch.get_num_threads(),
-    )
+    shape = [1, x.shape[1], *(1,) * (x.dim() - 2)]
+    peak, total, squares = new(shape, _FLOAT32), new(shape, _FLOAT64), new(shape, _FLOAT64)
+    made = known(peak), known(total), known(squares)
+    _library().moments(native.number(), rows, dense(laid, _FLOAT32, x.numel()), *made, torch.get_num_threads())
     return peak, total, squares
 
 
@@ -294,7 +281,7 @@ def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
     laid, rows = _rows(x)
     threshold = threshold.contiguous()
     channels = x.shape[1]
-    counts = torch.empty([1, channels, *(1,) * (x.dim() - 2)], dtype=_INT64, device=CPU)
+    counts = new([1, channels, *(1,) * (x.dim() - 2)], _INT64)
     single = threshold.numel() == 1
     _library().tail_count(
         native.number(),
@@ -302,7 +289,7 @@ def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
         dense(laid, _FLOAT32, x.numel()),
         flat(threshold, _FLOAT32, 1 if single else channels),
         0 if single else 1,
-        flat(counts, _INT64, channels),
+        known(counts),
         torch.get_num_threads(),
     )
     return counts
@@ -312,7 +299,7 @@ def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     laid, rows = _rows(x, per_sample=scale.shape[0] > 1)
     q = values if values.stride() == laid.stride() else torch.empty_like(laid, dtype=_INT8).copy_(values)
     scale = scale.contiguous()
-    terms = torch.empty(3, dtype=_FLOAT64, device=CPU)
+    terms = new(3, _FLOAT64)
     _library().dot_terms(
         native.number(),
         rows,
@@ -320,7 +307,7 @@ def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
         dense(q, _INT8, x.numel()),
         flat(scale, _FLOAT32, math.prod(scale.shape[:2])),
         *_strides(scale),
-        flat(terms, _FLOAT64, 3),
+        known(terms),
         torch.get_num_threads(),
     )
     return terms
@@ -330,17 +317,17 @@ def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
     laid, rows = _rows(x)
     clips = clips.contiguous()
     count = clips.shape[0]
-    terms = torch.empty(count, 3, dtype=_FLOAT64, device=CPU)
+    terms = new((count, 3), _FLOAT64)
     given = dense(laid, _FLOAT32, x.numel()), flat(clips, _FLOAT32, count)
-    _library().cosine_terms(native.number(), rows, *given, count, flat(terms, _FLOAT64, 3 * count), torch.get_num_threads())
+    _library().cosine_terms(native.number(), rows, *given, count, known(terms), torch.get_num_threads())
     return terms
 
 
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
     laid, rows = _rows(x)
-    terms = torch.empty(5, dtype=_FLOAT64, device=CPU)
+    terms = new(5, _FLOAT64)
     given = dense(laid, _FLOAT32, x.numel()), clip.item()
-    _library().cosine_slope_terms(native.number(), rows, *given, flat(terms, _FLOAT64, 5), torch.get_num_threads())
+    _library().cosine_slope_terms(native.number(), rows, *given, known(terms), torch.get_num_threads())
     return terms
 
 

@@ -78,17 +78,17 @@ def _is_slice(x: Tensor, pitch: int) -> bool:
 
 def check_vector(op: str, name: str, vector: Tensor | None, channels: int, dtype: torch.dtype = _float32) -> Tensor:
     """A per-channel vector, checked and dense."""
+    if vector is not None and vector.dtype is dtype and vector.dim() == 1 and vector.numel() == channels:
+        return vector.contiguous()
     if vector is None:
         raise TypeError(f"{op}: {name} is None, but this activation needs z = a·x + b. Pass the vectors of the forward pass.")
     if vector.dtype is not dtype:
         short = str(dtype).removeprefix("torch.")
         raise TypeError(f"{op}: {name} has dtype {vector.dtype}, but this pass takes it in {short}. Call .to({dtype}) on it.")
-    if vector.dim() != 1 or vector.shape[0] != channels:
-        raise ValueError(
-            f"{op}: {name} has shape {tuple(vector.shape)}, but there are {channels} channels; it needs one number for each, "
-            f"as shape ({channels},). Pass such a vector."
-        )
-    return vector.contiguous()
+    raise ValueError(
+        f"{op}: {name} has shape {tuple(vector.shape)}, but there are {channels} channels; it needs one number for each, "
+        f"as shape ({channels},). Pass such a vector."
+    )
 
 
 Running = tuple[Tensor, Tensor] | None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.addresses import CPU, flat, last, part
+from byteback.addresses import flat, known, last, new, part
 from byteback.ops import native, pool
 from byteback.ops.normalize_reference import Into, Kept, Residual
 
@@ -25,36 +25,19 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1}  # enum class Stored
 _INT8_KIND = 2
 
 
-def _sums(channels: int) -> Tensor:
-    return torch.empty(channels, dtype=_float64, device=CPU)
-
-
-def _single() -> Tensor:
-    return torch.empty((), dtype=_float32, device=CPU)
-
-
-def _counts() -> Tensor:
-    return torch.empty(2, dtype=_int64, device=CPU)
-
-
-def _scale(rank: int) -> Tensor:
-    return torch.empty((1,) * rank, dtype=_float32, device=CPU)
-
-
 def channel_stats(path: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count, channels = x.numel(), x.shape[1]
-    total, squares = _sums(channels), _sums(channels)
-    low = torch.empty(channels, dtype=_float32, device=CPU)
-    high = torch.empty(channels, dtype=_float32, device=CPU)
+    total, squares = new(channels, _float64), new(channels, _float64)
+    low, high = new(channels, _float32), new(channels, _float32)
     _library.channel_stats(
         path,
         count // channels,
         channels,
         last(x, _float32, count),
-        flat(total, _float64, channels),
-        flat(squares, _float64, channels),
-        flat(low, _float32, channels),
-        flat(high, _float32, channels),
+        known(total),
+        known(squares),
+        known(low),
+        known(high),
         torch.get_num_threads(),
     )
     return total, squares, low, high
@@ -75,7 +58,7 @@ def place(x: Tensor | None, dtype: torch.dtype, count: int, into: Into | None) -
 
 def normalize_peak(path: int, x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: int) -> Tensor:
     count, channels = x.numel(), x.shape[1]
-    peak = _single()
+    peak = new((), _float32)
     _library.normalize_peak(
         path,
         count // channels,
@@ -85,7 +68,7 @@ def normalize_peak(path: int, x: Tensor, a: Tensor, b: Tensor, residual: Residua
         flat(b, _float32, channels),
         *residual_numbers(residual, count),
         activation,
-        flat(peak, _float32, 1),
+        known(peak),
         torch.get_num_threads(),
     )
     return peak
@@ -110,11 +93,11 @@ def normalize(
     values = scale = output = mask = counts = None
     if clip is not None:
         values = pool.empty_like(x, _int8) if into is None else into.values
-        scale, counts = _scale(x.dim()), _counts()
+        scale, counts = new((1,) * x.dim(), _float32), new(2, _int64)
     if want_float:
         output = pool.empty_like(x) if into is None else into.output
     if want_mask:
-        mask = torch.empty(rows, (channels + 7) // 8, dtype=_uint8, device=CPU)
+        mask = new((rows, (channels + 7) // 8), _uint8)
     _library.normalize(
         path,
         rows,
@@ -126,10 +109,10 @@ def normalize(
         activation,
         flat(clip, _float32, 1),
         place(values, _int8, count, into),
-        flat(scale, _float32, 1),
-        flat(counts, _int64, 2),
+        known(scale),
+        known(counts),
         place(output, _float32, count, into),
-        flat(mask, _uint8, rows * ((channels + 7) // 8)),
+        known(mask),
         *kept_numbers(kept, count, channels),
         channels if into is None else into.pitch,
         torch.get_num_threads(),
@@ -187,16 +170,16 @@ def normalize_grad_sums(
     path: int, g: Tensor, numbers: list[int], want_masked: bool, want_squares: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     channels = g.shape[1]
-    total, dot = _sums(channels), _sums(channels)
-    squares = _sums(channels) if want_squares else None
+    total, dot = new(channels, _float64), new(channels, _float64)
+    squares = new(channels, _float64) if want_squares else None
     masked = pool.empty_like(g) if want_masked else None
     _library.normalize_grad_sums(
         path,
         numbers,
-        flat(total, _float64, channels),
-        flat(dot, _float64, channels),
-        flat(squares, _float64, channels),
-        last(masked, _float32, g.numel()),
+        known(total),
+        known(dot),
+        known(squares),
+        known(masked),
         torch.get_num_threads(),
     )
     return total, dot, squares, masked
@@ -204,23 +187,23 @@ def normalize_grad_sums(
 
 def normalize_grad(path: int, g: Tensor, numbers: list[int]) -> Tensor:
     dx = pool.empty_like(g)
-    _library.normalize_grad(path, numbers, last(dx, _float32, g.numel()), torch.get_num_threads())
+    _library.normalize_grad(path, numbers, known(dx), torch.get_num_threads())
     return dx
 
 
 def normalize_grad_quantize(
     path: int, g: Tensor, numbers: list[int], clip: Tensor, key: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values, scale, counts, peak = pool.empty_like(g, _int8), _scale(g.dim()), _counts(), _single()
+    values, scale, counts, peak = pool.empty_like(g, _int8), new((1,) * g.dim(), _float32), new(2, _int64), new((), _float32)
     _library.normalize_grad_quantize(
         path,
         numbers,
         flat(clip, _float32, 1),
         flat(key, _int64, 2),
-        last(values, _int8, g.numel()),
-        flat(scale, _float32, 1),
-        flat(counts, _int64, 2),
-        flat(peak, _float32, 1),
+        known(values),
+        known(scale),
+        known(counts),
+        known(peak),
         torch.get_num_threads(),
     )
     return values, scale, counts, peak

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.addresses import CPU, flat, last
+from byteback.addresses import flat, known, last, new
 from byteback.ops import native, pool, reference, statistics
 from byteback.ops import normalize_checks as doors
 from byteback.ops import normalize_reference as plain
@@ -27,10 +27,6 @@ Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _library: Any = native.library
 _float32, _int64 = torch.float32, torch.int64
-
-
-def _empty(shape: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=CPU)
 
 
 def tail_count_pair(x: Tensor, each: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +46,7 @@ def tail_count_pair(x: Tensor, each: Tensor, threshold: Tensor) -> tuple[Tensor,
         with torch.no_grad():
             one = threshold.reshape((1,) * x.dim())
             return statistics.tail_count(x, plain.column(each, x)), statistics.tail_count(x, one)
-    over_each, over_all = _empty(shape, _int64), _empty(shape, _int64)
+    over_each, over_all = new(shape, _int64), new(shape, _int64)
     _library.tail_count_pair(
         path,
         x.numel() // channels,
@@ -58,8 +54,8 @@ def tail_count_pair(x: Tensor, each: Tensor, threshold: Tensor) -> tuple[Tensor,
         last(x, _float32, x.numel()),
         flat(each, _float32, channels),
         flat(threshold, _float32, 1),
-        flat(over_each, _int64, channels),
-        flat(over_all, _int64, channels),
+        known(over_each),
+        known(over_all),
         torch.get_num_threads(),
     )
     return over_each, over_all
@@ -84,15 +80,15 @@ def normalize_grad_tails(parts: GradientParts, each: Tensor, threshold: Tensor) 
             dx = plain.normalize_grad(parts)
             return statistics.absmax(dx, 1), *tail_count_pair(dx, each, threshold)
     shape = (1, channels, *(1,) * (g.dim() - 2))
-    peak, over_each, over_all = _empty(shape, _float32), _empty(shape, _int64), _empty(shape, _int64)
+    peak, over_each, over_all = new(shape, _float32), new(shape, _int64), new(shape, _int64)
     _library.normalize_grad_tails(
         path,
         backward_numbers(*parts),
         flat(each, _float32, channels),
         flat(threshold, _float32, 1),
-        flat(peak, _float32, channels),
-        flat(over_each, _int64, channels),
-        flat(over_all, _int64, channels),
+        known(peak),
+        known(over_each),
+        known(over_all),
         torch.get_num_threads(),
     )
     return peak, over_each, over_all
@@ -158,18 +154,14 @@ def _pair(x: Tensor, clip: Tensor, each: Tensor, key: Tensor | None) -> tuple[Qu
 def _native_pair(
     like: Tensor, clip: Tensor, each: Tensor, key: Tensor | None, run: Callable[..., None]
 ) -> tuple[Quantized, Quantized]:
-    count, channels = like.numel(), like.shape[1]
     values = pool.empty_like(like, torch.int8), pool.empty_like(like, torch.int8)
-    scale = _empty((1,) * like.dim(), _float32), _empty(each.shape, _float32)
-    counts, peak = (_empty(2, _int64), _empty(2, _int64)), (_empty((), _float32), _empty((), _float32))
+    scale = new((1,) * like.dim(), _float32), new(each.shape, _float32)
+    counts, peak = (new(2, _int64), new(2, _int64)), (new((), _float32), new((), _float32))
     run(
         flat(clip, _float32, 1),
-        flat(each, _float32, channels),
+        flat(each, _float32, like.shape[1]),
         flat(key, _int64, 2),
-        [last(tensor, torch.int8, count) for tensor in values],
-        [flat(scale[0], _float32, 1), flat(scale[1], _float32, channels)],
-        [flat(tensor, _int64, 2) for tensor in counts],
-        [flat(tensor, _float32, 1) for tensor in peak],
+        *([known(first), known(second)] for first, second in (values, scale, counts, peak)),
         torch.get_num_threads(),
     )
     return (values[0], scale[0], counts[0], peak[0]), (values[1], scale[1], counts[1], peak[1])

@@ -7,14 +7,13 @@ pixels are moved, once. For channels-last float32 images on the CPU; None for ot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from byteback.addresses import is_last, last
+from byteback.addresses import is_last, known, last
 from byteback.ops import layout, native, pool
 
 _library: Any = native.library
@@ -49,7 +48,7 @@ def take_pixels(x: Tensor, stride: tuple[int, int]) -> Tensor | None:
         return None
     numbers = _numbers(x.shape, stride)
     y = empty((numbers[0], numbers[3], *numbers[-2:]), x.device)
-    addresses = last(x, _float32, x.numel()), last(y, _float32, y.numel())
+    addresses = last(x, _float32, x.numel()), known(y)
     _library.take_pixels(numbers, *addresses, torch.get_num_threads())
     return y
 
@@ -62,6 +61,6 @@ def spread_pixels(y: Tensor, size: Sequence[int], stride: tuple[int, int]) -> Te
     if tuple(y.shape) != (numbers[0], numbers[3], *numbers[-2:]):
         return None
     x = empty(size, y.device)
-    addresses = last(y, _float32, y.numel()), last(x, _float32, math.prod(size))
+    addresses = last(y, _float32, y.numel()), known(x)
     _library.spread_pixels(numbers, *addresses, torch.get_num_threads())
     return x

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from byteback.addresses import CPU
 from byteback.ops import native
 
 _library = native.library
@@ -43,7 +44,7 @@ limit = _physical_memory() // 4
 
 def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised dense tensor of float32, bfloat16, int8 or uint8; only memory of the CPU is pooled."""
-    if _library is None or device.type != "cpu" or len(shape) > MOST_AXES:
+    if _library is None or device != CPU or len(shape) > MOST_AXES:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     # Nobody but the tensor has its storage: autograd adds gradients in place only into such ones.
     return tensor_of(_library.pool_lend(shape, strides, *_TYPES[dtype], limit))
