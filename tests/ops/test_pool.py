@@ -170,3 +170,20 @@ def test_wrong_sizes_are_refused_and_nothing_is_lost() -> None:
         with pytest.raises((TypeError, ValueError)):
             library.pool_lend(shape, strides, 2, 32, pool.limit)
     assert pool.held() == before
+
+
+def test_sizes_whose_product_wraps_around_are_refused() -> None:
+    """2^40 · 2^40 bytes are 0 in 64 bits: the block would be empty, and a kernel would write to it."""
+    for shape in ((2**40, 2**40), (2**62, 4), (2**31, 2**31, 2**2)):
+        with pytest.raises(MemoryError):
+            pool.empty(shape, (1,) * len(shape), torch.int8, CPU)
+    with pytest.raises(ValueError, match="negative"):
+        pool.empty((-1, 2), (2, 1), torch.int8, CPU)
+
+
+def test_strides_that_lead_out_of_the_block_are_refused() -> None:
+    for strides in ((6, 2), (3, -1), (100, 1), (2**62, 1), (3, 2**62)):
+        with pytest.raises(ValueError, match="strides"):
+            pool.empty((2, 3), strides, torch.float32, CPU)
+    assert pool.empty((2, 1, 3), (3, 2**62, 1), torch.float32, CPU).shape == (2, 1, 3)  # an axis of size 1 leads nowhere
+    assert pool.empty((0, 3), (3, 1), torch.float32, CPU).shape == (0, 3)
