@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from byteback.nn.calls import recomputing
+from byteback.nn.calls import Shared, recomputing
 from byteback.nn.numerics import LayerNumerics
 from byteback.nn.weights import refuse_training
 from byteback.quantize import NonFiniteError
@@ -87,7 +87,7 @@ class Undo:
         places, tensors, skips = [], [], False
         for module in model.modules():
             shared = getattr(module, "int8_shared", None)
-            if shared is not None:
+            if isinstance(shared, Shared):
                 shared.undo = self
                 layer: Any = module
                 skips = skips or (layer.hooked and layer.recipe.on_nonfinite == "skip")
@@ -162,10 +162,11 @@ class _Found:
 
     def _look_at(self, module: nn.Module, undo: Undo) -> None:
         own = module.__dict__
-        if "int8_shared" in own:
+        shared = own.get("int8_shared")
+        if isinstance(shared, Shared):  # and not an attribute of the user's that has this name
             if module.training:  # before any other layer moves, such as a float norm ahead of it
                 refuse_training(module, "the model was called in training mode")
-            own["int8_shared"].undo = undo
+            shared.undo = undo
             self.is_hooked = self.is_hooked or own["hooked"]
         if not module._buffers:
             return
