@@ -51,3 +51,18 @@ def test_a_row_leaves_the_others_alone() -> None:
         assert buffer is not None
         assert (buffer[others] == (0 if name == "updated_at" else 0.5)).all(), name
     assert rows.clip[2].tolist() == [1.0, 2.0] and rows.updated_at[2] == 9 and rows.observed[2, ledger.CLIP] == 4.0
+
+
+@pytest.mark.parametrize(("channels", "clips"), [(1, 1), (5, 5), (1, 4)])
+def test_a_clip_that_is_nan_is_written_down_wherever_it_stands(channels: int, clips: int) -> None:
+    for at in range(clips):
+        clip = torch.arange(1.0, clips + 1.0)
+        clip[at] = math.nan
+        native_rows, plain_rows = buffers(channels, True, 0.5), buffers(channels, True, 0.5)
+        entry = ledger.Entry(clip, clip, False, 0, 0.0, 0.0, 0.0, 0.1)
+        ledger.write(native_rows, 1, entry)
+        ledger._write(plain_rows, 1, entry)
+        assert native_rows.observed[1, ledger.CLIP].isnan()
+        for left, right in zip(native_rows, plain_rows, strict=True):
+            assert left is not None and right is not None
+            torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
