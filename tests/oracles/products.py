@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The integer oracle of floor 0, and the operands and layouts that its tests share.
+"""The three products in int64, and the operands and layouts that their tests share.
 
 The oracle is numpy int64 arithmetic over explicit kernel taps: no float, no torch convolution, no line of src. What it
 returns is compared bit by bit (so +0.0 and -0.0 differ), never with a tolerance.
@@ -92,6 +92,24 @@ class Oracle:
             acc[(..., *tap)] = np.einsum("ngkp,ngcp->gkc", grad, seen)
         return acc.reshape(k, c_group, *kernel)
 
+    @staticmethod
+    def factor(product: str, first: np.ndarray, second: np.ndarray, groups: int, channels: int) -> np.ndarray:
+        """What each integer of a product is multiplied by: one float32 product of two scales, looked up index by index.
+
+        `first` belongs to the input (output) or to grad_output, `second` to the other operand; `channels` is K.
+        """
+        ones = (1,) * (first.ndim - 2)
+        if product == "output":  # N of input, K of weight
+            return first.reshape(-1, 1, *ones) * second.reshape(1, -1, *ones)
+        per_group = second.shape[1] if product == "grad_input" else second.shape[1] // groups
+        if product == "grad_input":  # N (depthwise: K, which is C) of grad_output, C of weight: the same in every group
+            columns = np.arange(groups * per_group if per_group > 1 else 1) % per_group
+            return first * second.reshape(-1)[columns].reshape(1, -1, *ones)
+        if second.size == 1 or per_group == 0:  # K of grad_output, C of input: the rows of group j read the channels of group j
+            return first.reshape(-1, 1, *ones) * second.reshape(1, 1, *ones)
+        rows = np.arange(channels)[:, None] // (channels // groups) * per_group + np.arange(per_group)
+        return first.reshape(-1, 1, *ones) * second.reshape(-1)[rows].reshape(channels, per_group, *ones)
+
     # ---- comparison --------------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -161,15 +179,3 @@ class Oracle:
             return x[:1].expand(x.shape)
         assert name == "contiguous"
         return x.contiguous()
-
-
-@pytest.fixture(scope="session")
-def oracle() -> type[Oracle]:
-    return Oracle
-
-
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
