@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
@@ -73,6 +74,7 @@ class Runner:
 
 def run(cases: Iterator[tuple[int, Case]], count: int) -> Iterator[tuple[int, Case, Found | None]]:
     """Hands the cases out to `count` processes; yields each with what was found."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # more threads than cores must not spin
     runners = [Runner() for _ in range(count)]
     busy: dict[Connection, Runner] = {}
 
