@@ -83,3 +83,18 @@ def test_buffers_that_are_not_dense_are_written_as_such(name: str) -> None:
 def test_a_slot_that_is_not_there_is_refused(slot: int) -> None:
     with pytest.raises(IndexError):
         ledger.write(buffers(2, True, 0.5), slot, ledger.Entry(torch.ones(2), torch.ones(2), True, 9, 0.1, 0.2, 0.3, 0.1))
+
+
+@pytest.mark.parametrize(("channels", "clips"), [(1, 1), (5, 5), (1, 4)])
+def test_a_clip_that_is_nan_is_written_down_wherever_it_stands(channels: int, clips: int) -> None:
+    for at in range(clips):
+        clip = torch.arange(1.0, clips + 1.0)
+        clip[at] = math.nan
+        native_rows, plain_rows = buffers(channels, True, 0.5), buffers(channels, True, 0.5)
+        entry = ledger.Entry(clip, clip, False, 0, 0.0, 0.0, 0.0, 0.1)
+        ledger.write(native_rows, 1, entry)
+        ledger._write(plain_rows, 1, entry)
+        assert native_rows.observed[1, ledger.CLIP].isnan()
+        for left, right in zip(native_rows, plain_rows, strict=True):
+            assert left is not None and right is not None
+            torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
