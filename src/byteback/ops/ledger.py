@@ -72,7 +72,7 @@ def write(buffers: Buffers, slot: int, entry: Entry) -> None:
 
 def write_terms(buffers: Buffers, slot: int, terms: list[float]) -> None:
     """Notes x·x̂, x̂·x̂ and x·x of a tensor, which several ranks add up before their optimizers step."""
-    buffers.unshared[slot, :NONFINITE].copy_(torch.tensor([*terms, 1.0], dtype=torch.float64))
+    buffers.unshared[slot, :NONFINITE].copy_(torch.tensor([*terms, 1.0], dtype=torch.float64, device=buffers.unshared.device))
 
 
 def write_nonfinite(buffers: Buffers) -> None:
