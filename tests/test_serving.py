@@ -167,6 +167,20 @@ def test_the_step_of_a_connected_optimizer_is_refused() -> None:
     optimizer.step()
 
 
+def test_a_frozen_part_serves_a_part_that_trains() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(trained().requires_grad_(False), nn.Linear(5, 2)).train()
+    model.zero_grad()
+    byteback.freeze(model[0].eval())
+    before = predict(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    byteback.scale_learning_rates(optimizer, model)
+    head = model[1].weight.detach().clone()
+    model(X).sum().backward()
+    optimizer.step()
+    assert torch.equal(predict(model[0]), before) and not torch.equal(model[1].weight, head)
+
+
 def test_a_model_in_training_mode_cannot_be_frozen() -> None:
     model = trained().train()
     with pytest.raises(RuntimeError, match=r"'first\.conv1' is in training mode.*model\.eval\(\)"):

@@ -63,7 +63,8 @@ class LearningRateScaling:
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         for layer in self.layers.values():
-            refuse_training(layer, "the optimizer takes a step")
+            if layer.weight.grad is not None:
+                refuse_training(layer, "the optimizer takes a step")
         closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself
         if closure is None:
             self._skip_if_nonfinite(optimizer)

@@ -163,7 +163,8 @@ class _Found:
     def _look_at(self, module: nn.Module, undo: Undo) -> None:
         own = module.__dict__
         if "int8_shared" in own:
-            refuse_training(module, "the model was called in training mode")
+            if module.training:  # before any other layer moves, such as a float norm ahead of it
+                refuse_training(module, "the model was called in training mode")
             own["int8_shared"].undo = undo
             self.is_hooked = self.is_hooked or own["hooked"]
         if not module._buffers:
