@@ -258,6 +258,9 @@ class BlockGradient(NamedTuple):
     def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return ops.normalize_grad_quantize(self.parts, clip, key)
 
+    def by_ratio(self, ratio: float, key: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        return ops.normalize_grad_quantize_by_ratio(self.parts, ratio, key)
+
     def elements(self) -> int:
         return self.parts.g.numel()
 

@@ -26,7 +26,17 @@ from byteback.nn.products import Products
 from byteback.nn.undo import current_step, undo_step
 from byteback.nn.weights import refuse_training, weight_as_int8
 from byteback.ops import layout, magnitude
-from byteback.quantize import Adopted, NonFiniteError, PairedGradient, QTensor, Step, adopt, quantize_both, quantize_held
+from byteback.quantize import (
+    Adopted,
+    LazyGradient,
+    NonFiniteError,
+    PairedGradient,
+    QTensor,
+    Step,
+    adopt,
+    quantize_both,
+    quantize_held,
+)
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -72,10 +82,8 @@ class Operands(NamedTuple):
     w: Tensor | None = None
 
 
-class Gradient(PairedGradient, Protocol):
+class Gradient(PairedGradient, LazyGradient, Protocol):
     """The gradient of a product's output, which a fused block may be able to quantize without writing it out."""
-
-    def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...
 
 
 class FloatGradient(NamedTuple):
@@ -87,6 +95,9 @@ class FloatGradient(NamedTuple):
         return self.tensor
 
     def quantized(self, clip: Tensor, key: Tensor | None) -> None:
+        return None
+
+    def by_ratio(self, ratio: float, key: Tensor | None) -> None:
         return None
 
     def elements(self) -> int:
@@ -253,7 +264,7 @@ def _quantize_gradient(
         noise = key if numerics.settings[field].rule.rounding == "stochastic" else None
         quantizer, handle = getattr(numerics, field), numerics.handles[field]
         if not compiling:
-            held = quantize_held(quantizer, gradient.quantized, handle, noise, step)
+            held = quantize_held(quantizer, gradient, handle, noise, step)
             if held is not None:
                 return held
         return quantizer.quantize(gradient.written(), handle, iteration, numerics.nonfinite, noise, slot, training)

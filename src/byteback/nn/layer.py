@@ -42,9 +42,13 @@ OWN_ATTRIBUTES = (
 
 
 class Scaling(Protocol):
-    """What is connected to the layer from above and must let go of it when it turns float again."""
+    """What is connected to the layer from above and must let go of it: when it turns float again, or is connected anew."""
 
     def drop(self, layer: Any) -> None: ...
+
+    def release(self, layer: Any) -> None: ...
+
+    def optimizer(self) -> Any: ...
 
 
 class Int8Layer(_Base):
@@ -74,8 +78,10 @@ class Int8Layer(_Base):
         self.int8_calls = 0
         self.int8_frozen: Frozen | None = None
         self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
-        channels = self.channels()
-        self.quantizers = LayerNumerics(self.recipe, *channels, seed=seed, layer=layer, name=name).to(self.weight.device)
+        numerics = LayerNumerics(
+            self.recipe, *self.channels(), seed=seed, layer=layer, name=name, depthwise=self.is_depthwise()
+        )
+        self.quantizers = numerics.to(self.weight.device)
 
     def detach(self) -> None:
         """Makes the layer the plain torch layer that it was."""
@@ -97,9 +103,12 @@ class Int8Layer(_Base):
 
     def shares_gradient(self) -> bool:
         """Whether the gradient's copy per channel serves grad_input too: in a depthwise convolution, which sums over no K."""
-        own, (in_channels, out_channels) = self.recipe.grad_output_for_weight, self.channels()
-        if own is None or own.per != "K" or not self.recipe.depthwise_shares:
-            return False
+        own = self.recipe.grad_output_for_weight
+        return own is not None and own.per == "K" and self.recipe.depthwise_shares and self.is_depthwise()
+
+    def is_depthwise(self) -> bool:
+        """Whether each channel is convolved by itself, so that no product sums over channels."""
+        in_channels, out_channels = self.channels()
         return 1 < in_channels == out_channels == getattr(self, "groups", 1)
 
     def runs_int8(self, product: str | None = None) -> bool:
@@ -152,6 +161,10 @@ class Int8Layer(_Base):
         if self.training:
             refuse_training(self, "it was called in training mode")
         refuse_transforms(self.int8_name, input, self.weight)
+
+    def has_no_memory(self, input: Tensor) -> bool:
+        """Whether only the shape of the output can be told, which float tells as well."""
+        return input.is_meta and self.weight.is_meta
 
     def __prepare_scriptable__(self) -> None:
         refuse_script(self.int8_name)
@@ -241,5 +254,7 @@ def weight_number(weight: Tensor) -> int:
     """15 bits of a weight's contents: with them layers of different models draw different noise, and do so again next run."""
     if weight.device.type == "meta" or weight.numel() == 0:
         return 0
+    if hasattr(weight, "full_tensor"):  # FSDP2 has sharded it: every rank prepares, so every rank can ask for the whole
+        weight = weight.full_tensor()
     head = weight.detach().flatten()[:1024].to("cpu", torch.float32).contiguous()
     return zlib.crc32(head.numpy().tobytes()) & 0x7FFF

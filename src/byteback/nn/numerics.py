@@ -46,7 +46,9 @@ class LayerNumerics(nn.Module):
     nonfinite: Tensor
     numerics_version: Tensor
 
-    def __init__(self, recipe: Recipe, in_channels: int, out_channels: int, seed: int, layer: int, name: str) -> None:
+    def __init__(
+        self, recipe: Recipe, in_channels: int, out_channels: int, seed: int, layer: int, name: str, depthwise: bool = False
+    ) -> None:
         super().__init__()
         self.initial = {
             **{"numerics_version": NUMERICS_VERSION, "seed": signed64(seed), "layer": layer},
@@ -55,12 +57,11 @@ class LayerNumerics(nn.Module):
         for buffer, value in self.initial.items():
             self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64))
         self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True)
-        self.grad_output = Quantizer(_entries(recipe.grad_output, out_channels), tracks=False)
-        own = recipe.grad_output_for_weight
+        rule, own = recipe.grad_output_rule(depthwise), recipe.grad_output_for_weight
+        self.grad_output = Quantizer(_entries(rule, out_channels), tracks=False)
         self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False) if own else None
-        self.settings = _settings(recipe, name)
+        self.settings = _settings(recipe, rule, name, depthwise)
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
-        self.nonfinite_seen = 0  # how much of `nonfinite` the optimizer's hook has dealt with
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Handles belong to a process, so a copy from another one gets its own."""
@@ -87,13 +88,15 @@ class LayerNumerics(nn.Module):
 
     def reset(self) -> None:
         """Forgets everything but what names the noise: no gradient of a layer ever gets the noise of an earlier one."""
-        for quantizer in (self.input, self.grad_output, self.grad_output_for_weight):
-            if quantizer is not None:
-                quantizer.reset()
+        for quantizer in self.each():
+            quantizer.reset()
         for counter in (self.iteration, self.nonfinite):
             counter.zero_()
         self.numerics_version.fill_(NUMERICS_VERSION)
-        self.nonfinite_seen = 0
+
+    def each(self) -> list[Quantizer]:
+        """The quantizers: of the input, and of one or two copies of the gradient."""
+        return [quantizer for quantizer in self._modules.values() if isinstance(quantizer, Quantizer)]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         version = state_dict.get(prefix + "numerics_version")
@@ -105,19 +108,20 @@ class LayerNumerics(nn.Module):
             )
             state_dict[prefix + "numerics_version"] = torch.tensor(NUMERICS_VERSION)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.nonfinite_seen = int(self.nonfinite)  # a loaded count tells of steps long gone
+        for quantizer in self.each():
+            quantizer.unshared.zero_()  # what was measured before belongs to another run
 
 
 def _entries(rule: TensorRule, channels: int) -> int:
-    return channels if rule.per == "K" else 1
+    return rule.clip.entries(channels if rule.per == "K" else 1)
 
 
-def _settings(recipe: Recipe, name: str) -> dict[str, Settings]:
+def _settings(recipe: Recipe, grad_output: TensorRule, name: str, depthwise: bool) -> dict[str, Settings]:
     rules = {
         "input": recipe.input,
         "weight": recipe.weight,
-        "grad_output": recipe.grad_output,
-        "grad_output_for_weight": recipe.grad_output_for_weight or recipe.grad_output,
+        "grad_output": grad_output,
+        "grad_output_for_weight": recipe.grad_output_for_weight or grad_output,
     }
     return {
         field: Settings(
@@ -127,6 +131,7 @@ def _settings(recipe: Recipe, name: str) -> dict[str, Settings]:
             on_nonfinite=recipe.on_nonfinite,
             observe_every=recipe.observe_every,
             momentum=recipe.momentum,
+            by_channel=depthwise and field in GRADIENT_ROLES,
         )
         for field, rule in rules.items()
     }

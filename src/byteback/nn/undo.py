@@ -28,10 +28,14 @@ from torch.nn.parameter import is_lazy
 from byteback.nn.calls import recomputing
 from byteback.nn.numerics import LayerNumerics
 from byteback.nn.weights import refuse_training
-from byteback.quantize import NonFiniteError
+from byteback.quantize import NONFINITE, NonFiniteError, Quantizer
 
 UNDO = "byteback_undo"
 """Where a model that is watched has its Undo."""
+
+_UNSHARED = (
+    "unshared"  # of a quantizer: no buffer. How many tensors held NaN is for the optimizer's hooks to read and to clear.
+)
 
 Step = tuple["Undo", int]
 """The forward that a gradient belongs to."""
@@ -120,7 +124,9 @@ class Undo:
         with torch.no_grad():
             for (module, name), tensor, before in zip(self._places, self._tensors, self._copies, strict=True):
                 now = module._buffers.get(name)
-                if now is tensor:
+                if name == _UNSHARED:
+                    tensor[:, :NONFINITE] = before[:, :NONFINITE]
+                elif now is tensor:
                     if not torch.equal(tensor, before):
                         tensor.copy_(before)
                 elif now is not None:  # the forward has put another tensor in its place
@@ -178,6 +184,9 @@ class _Found:
             if buffer is not None and _can_be_copied(buffer):
                 self.places.append((module, name))
                 self.tensors.append(buffer)
+        if isinstance(module, Quantizer):
+            self.places.append((module, _UNSHARED))
+            self.tensors.append(module.unshared)
 
 
 def _can_be_copied(buffer: Tensor) -> bool:

@@ -42,12 +42,13 @@ from byteback.ops.normalize_grad import (
 )
 from byteback.ops.pairs import (
     Quantized,
+    normalize_grad_quantize_by_ratio,
     normalize_grad_quantize_pair,
     normalize_grad_tails,
     quantize_pair,
     tail_count_pair,
 )
-from byteback.ops.statistics import sum_channels
+from byteback.ops.statistics import sum_channels, sum_last
 
 __all__ = [
     "ACTIVATIONS",
@@ -62,6 +63,7 @@ __all__ = [
     "Residual",
     "SMOOTH",
     "absmax",
+    "channel_cosine_terms",
     "channel_stats",
     "conv_int8",
     "conv_int8_grad_input",
@@ -83,6 +85,7 @@ __all__ = [
     "normalize_grad",
     "normalize_grad_batch",
     "normalize_grad_quantize",
+    "normalize_grad_quantize_by_ratio",
     "normalize_grad_quantize_pair",
     "normalize_grad_sums",
     "normalize_grad_tails",
@@ -92,6 +95,7 @@ __all__ = [
     "quantize_max",
     "quantize_pair",
     "sum_channels",
+    "sum_last",
     "tail_count",
     "tail_count_pair",
 ]
@@ -160,9 +164,27 @@ def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     return schema_quantize.dot_terms(x, values, scale)
 
 
-def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
-    """One row (x·q, q·q, x·x) for each candidate clip, with q rounded to nearest under that clip."""
-    return schema_quantize.cosine_terms(x, clips)
+def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool = False) -> Tensor:
+    """One row (x·q, q·q, x·x) for each candidate clip, with q rounded to nearest under that clip.
+
+    With `stochastic` the terms are those expected of stochastic rounding: with y the number before it is rounded and f its
+    fractional part, x·q is x·y and q·q is Σ (y² + f (1 - f)).
+
+    >>> x = torch.tensor([[127.0, 31.75]])
+    >>> cosine_terms(x, torch.tensor([127.0])).tolist(), cosine_terms(x, torch.tensor([127.0]), stochastic=True).tolist()
+    ([[17145.0, 17153.0, 17137.0625]], [[17137.0625, 17137.25, 17137.0625]])
+    """
+    return schema_quantize.cosine_terms(x, clips, stochastic)
+
+
+def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool = False) -> Tensor:
+    """`cosine_terms` of each channel by itself, for candidates (candidates, C) with a clip for each: (candidates, 3, C).
+
+    >>> x = torch.tensor([[127.0, 2.0]])
+    >>> channel_cosine_terms(x, torch.tensor([[127.0, 127.0], [127.0, 2.0]]))[:, 1].tolist()
+    [[16129.0, 4.0], [16129.0, 16129.0]]
+    """
+    return schema_quantize.channel_cosine_terms(x, clips, stochastic)
 
 
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from byteback.ops import eager, native
 
-SATURATED, DEVIATION, GAUSSIAN, CLIP = range(4)  # columns of `observed`
+SATURATED, DEVIATION, GAUSSIAN, CLIP, WORST_CHANNEL = range(5)  # columns of `observed`
+XQ, QQ, XX, MEASURED, NONFINITE = range(5)  # columns of `unshared`
 
 _library: Any = native.library
 
@@ -30,6 +31,7 @@ class Buffers(NamedTuple):
     seen: Tensor
     tracked: Tensor | None
     nonfinite: Tensor
+    unshared: Tensor
 
 
 class Entry(NamedTuple):
@@ -64,16 +66,27 @@ def write(buffers: Buffers, slot: int, entry: Entry) -> None:
     )
 
 
+def write_terms(buffers: Buffers, slot: int, terms: list[float]) -> None:
+    """Notes x·x̂, x̂·x̂ and x·x of a tensor, which several ranks add up before their optimizers step."""
+    buffers.unshared[slot, :NONFINITE].copy_(torch.tensor([*terms, 1.0], dtype=torch.float64))
+
+
+def write_nonfinite(buffers: Buffers) -> None:
+    """Notes a tensor with NaN or Inf."""
+    buffers.nonfinite.add_(1)
+    buffers.unshared[0, NONFINITE] += 1.0
+
+
 def _rows(buffers: Buffers, slot: int, remembers: bool, searched: bool) -> tuple[int, ...]:
     """The addresses of the slot's numbers, 0 for those that stay as they are. The buffers are dense by construction."""
-    clip, initialized, updated_at, observed, seen, tracked, _ = buffers
+    clip, initialized, updated_at, observed, seen, tracked, *_ = buffers
     channels = clip.shape[1]
     row, byte = slot * channels * 4, slot * 4
     return (
         clip.data_ptr() + row if remembers else 0,
         initialized.data_ptr() + byte,
         updated_at.data_ptr() + 2 * byte if searched else 0,
-        observed.data_ptr() + 4 * byte,
+        observed.data_ptr() + observed.shape[1] * byte,
         0 if tracked is None else tracked.data_ptr() + row,
         seen.data_ptr() + byte,
         channels,

@@ -312,13 +312,19 @@ def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     return terms
 
 
-def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
+def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    return _cosine_terms(x, clips, stochastic, torch.empty(clips.shape[0], 3, dtype=torch.float64))
+
+
+def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    return _cosine_terms(x, clips, stochastic, torch.empty(clips.shape[0], 3, x.shape[1], dtype=torch.float64))
+
+
+def _cosine_terms(x: Tensor, clips: Tensor, stochastic: bool, terms: Tensor) -> Tensor:
     dense, rows = _rows(x)
     clips = clips.contiguous()
-    terms = torch.empty(clips.shape[0], 3, dtype=torch.float64)
-    _library().cosine_terms(
-        native.number(), rows, dense.data_ptr(), clips.data_ptr(), clips.shape[0], terms.data_ptr(), torch.get_num_threads()
-    )
+    arguments = dense.data_ptr(), clips.data_ptr(), clips.shape[0], clips.dim() == 2, stochastic, terms.data_ptr()
+    _library().cosine_terms(native.number(), rows, *arguments, torch.get_num_threads())
     return terms
 
 

@@ -140,6 +140,40 @@ def normalize_grad_quantize_pair(
     return _native_pair(parts.g, clip, each, key, lambda *rest: _library.normalize_grad_quantize_pair(path, numbers, *rest))
 
 
+def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, Quantized]:
+    """clip = ratio · max|dx| of each channel, and ops.quantize(dx, clip, key) of normalize_grad's dx, which is not written.
+
+    >>> g, one, nothing = torch.tensor([[1.0, -4.0], [0.5, 2.0]]), torch.ones(2), torch.zeros(2)
+    >>> parts = GradientParts(g, g, None, None, None, "none", one, nothing, nothing)
+    >>> clip, (values, *_) = normalize_grad_quantize_by_ratio(parts, 0.5, None)
+    >>> clip.tolist(), values.tolist()
+    ([[0.5, 2.0]], [[127, -127], [127, 127]])
+    """
+    op = "normalize_grad_quantize_by_ratio"
+    parts, path = doors.check_parts(op, parts)
+    key = doors.check_key(op, key)
+    g = parts.g
+    channels = g.shape[1]
+    shape = (1, channels, *(1,) * (g.dim() - 2))
+    if path is None:
+        with torch.no_grad():
+            dx = plain.normalize_grad(parts)
+            clip = statistics.absmax(dx, 1) * ratio
+            return clip, reference.quantize(dx, clip, key)
+    clip, scale = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
+    values, counts = pool.empty_like(g, torch.int8), torch.empty(2, dtype=torch.int64)
+    peak = torch.empty((), dtype=torch.float32)
+    _library.normalize_grad_quantize_by_ratio(
+        path,
+        backward_numbers(*parts),
+        ratio,
+        0 if key is None else key.data_ptr(),
+        *(tensor.data_ptr() for tensor in (clip, values, scale, counts, peak)),
+        torch.get_num_threads(),
+    )
+    return clip, (values, scale, counts, peak)
+
+
 def _pair(x: Tensor, clip: Tensor, each: Tensor, key: Tensor | None) -> tuple[Quantized, Quantized]:
     with torch.no_grad():
         return reference.quantize(x, clip.reshape((1,) * x.dim()), key), reference.quantize(x, each, key)

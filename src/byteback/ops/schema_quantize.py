@@ -77,9 +77,9 @@ def _kept(x: Tensor, axis: int) -> list[int]:
     return [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
 
 
-def _statistic(name: str, x: Tensor, *arguments: Tensor) -> Any:
+def _statistic(name: str, x: Tensor, *arguments: Any) -> Any:
     """One of the statistics that both modules have, from the one that serves x."""
-    if path_of(x, *arguments) is not None:
+    if path_of(x, *(argument for argument in arguments if isinstance(argument, Tensor))) is not None:
         return getattr(native_kernels, name)(x, *arguments)
     return plainly(getattr(statistics, name), x, *arguments)
 
@@ -194,9 +194,19 @@ def _check_clips(op: str, x: Tensor, clips: Tensor, rank: int) -> None:
         )
 
 
-def _cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
+def _cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
     _check_clips("cosine_terms", x, clips, 1)
-    return _statistic("cosine_terms", x, clips)
+    return _statistic("cosine_terms", x, clips, stochastic)
+
+
+def _channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    check_float("channel_cosine_terms", "x", x)
+    if clips.dtype != torch.float32 or clips.dim() != 2 or clips.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"channel_cosine_terms: clips has shape {tuple(clips.shape)} and dtype {clips.dtype}, x has shape "
+            f"{tuple(x.shape)}; it must be float32 (candidates, {x.shape[1]}), one clip for each channel. Expand it."
+        )
+    return _statistic("channel_cosine_terms", x, clips, stochastic)
 
 
 def _cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
@@ -205,9 +215,14 @@ def _cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
 
 
 cosine_terms = define(
-    "cosine_terms(Tensor x, Tensor clips) -> Tensor",
+    "cosine_terms(Tensor x, Tensor clips, bool stochastic) -> Tensor",
     _cosine_terms,
-    lambda x, clips: x.new_empty(clips.shape[0], 3, dtype=torch.float64),
+    lambda x, clips, stochastic: x.new_empty(clips.shape[0], 3, dtype=torch.float64),
+)
+channel_cosine_terms = define(
+    "channel_cosine_terms(Tensor x, Tensor clips, bool stochastic) -> Tensor",
+    _channel_cosine_terms,
+    lambda x, clips, stochastic: x.new_empty(clips.shape[0], 3, x.shape[1], dtype=torch.float64),
 )
 cosine_slope_terms = define(
     "cosine_slope_terms(Tensor x, Tensor clip) -> Tensor",
