@@ -22,19 +22,14 @@ from byteback.fuse.tracing import CONVOLUTIONS, graph_of
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.calls import SHARED, Shared
 from byteback.nn.frozen import FusedNorm
-from byteback.nn.layer import OWN_ATTRIBUTES, weight_number
+from byteback.nn.layer import weight_number
 from byteback.nn.model_hooks import begin_forward, end_forward
-from byteback.nn.subclass import INT8_CLASSES, int8_class
+from byteback.nn.subclass import INT8_CLASSES, clash, int8_class
 from byteback.nn.undo import Watch, unwatch
 from byteback.nn.weights import unwatch_loading
 from byteback.recipes import Recipe, resolve
 
 FLOAT_REASON = "byteback_float_reason"
-# Attributes and methods that Int8Layer adds to a torch layer.
-OWN_NAMES = (
-    *(*OWN_ATTRIBUTES, "quantizers", "attach", "detach", "channels", "geometry", "runs_int8", "run", "rank"),
-    *("next_slot", "backward_slot", "check_dtypes", "learning_rate_factor", "watch_for_hook", "int8_block"),
-)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -200,19 +195,15 @@ def _why_float(module: nn.Module, recipe: Recipe) -> str | None:
         return "its forward was replaced on this very object, so it would not run in int8"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "its owner reads the weight itself and never calls it"
-    clash = next((name for name in OWN_NAMES if name in module.__dict__ or _defined_by_user(type(module), base, name)), None)
-    if clash:
-        return f"it has a {clash!r} of its own, a name that int8 layers need"
+    taken = clash(module, INT8_CLASSES[base])
+    if taken:
+        return f"it has a {taken!r} of its own, a name that int8 layers need"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) or "weight" not in module._parameters:
         return f"its weight is not a plain parameter ({type(module).__name__}: lazy, or computed by a hook)"
     dtype = module.weight.dtype
     if dtype != torch.float32:
         return f"its weight is {dtype}, and master weights are float32"
     return None
-
-
-def _defined_by_user(cls: type[nn.Module], base: type[nn.Module], name: str) -> bool:
-    return any(name in vars(parent) for parent in cls.__mro__[: cls.__mro__.index(base)])
 
 
 def _torch_class(cls: type[nn.Module]) -> type[nn.Module]:

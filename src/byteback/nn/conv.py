@@ -120,7 +120,7 @@ class _Int8Conv(_Convolution, Int8Layer):
         if is_recorded(input):
             return record(self, input)
         input = settled(input)
-        if not self.enabled or self.has_no_memory(input) or not (self.runs_int8() or may_fuse(self, input)):
+        if not self.enabled or (input.is_meta and self.weight.is_meta) or not (self.runs_int8() or may_fuse(self, input)):
             return super().forward(input)
         self.check_call(input)
         x, products, batched = self._products(input)

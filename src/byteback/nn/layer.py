@@ -162,10 +162,6 @@ class Int8Layer(_Base):
             refuse_training(self, "it was called in training mode")
         refuse_transforms(self.int8_name, input, self.weight)
 
-    def has_no_memory(self, input: Tensor) -> bool:
-        """Whether only the shape of the output can be told, which float tells as well."""
-        return input.is_meta and self.weight.is_meta
-
     def __prepare_scriptable__(self) -> None:
         refuse_script(self.int8_name)
 

@@ -33,9 +33,8 @@ from byteback.quantize import NONFINITE, NonFiniteError, Quantizer
 UNDO = "byteback_undo"
 """Where a model that is watched has its Undo."""
 
-_UNSHARED = (
-    "unshared"  # of a quantizer: no buffer. How many tensors held NaN is for the optimizer's hooks to read and to clear.
-)
+_UNSHARED = "unshared"
+"""Of a quantizer; it is no buffer. How many tensors held NaN is not put back: the optimizer's hooks read and clear it."""
 
 Step = tuple["Undo", int]
 """The forward that a gradient belongs to."""
@@ -184,7 +183,7 @@ class _Found:
             if buffer is not None and _can_be_copied(buffer):
                 self.places.append((module, name))
                 self.tensors.append(buffer)
-        if isinstance(module, Quantizer):
+        if isinstance(module, Quantizer) and not module.unshared.is_meta:
             self.places.append((module, _UNSHARED))
             self.tensors.append(module.unshared)
 

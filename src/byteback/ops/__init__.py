@@ -20,7 +20,14 @@ from torch import Tensor
 from byteback.ops import schema_products, schema_quantize
 from byteback.ops.batch import BatchNorm, NormalizedBatch, conv_normalize_batch, normalize_batch
 from byteback.ops.batch_grad import normalize_grad_batch
-from byteback.ops.coefficients import Coefficients, gradient_sums, norm_coefficients, norm_folded, norm_gradient
+from byteback.ops.coefficients import (
+    Coefficients,
+    gradient_sums,
+    norm_coefficients,
+    norm_folded,
+    norm_gradient,
+    norm_invstd,
+)
 from byteback.ops.finished import conv_normalize
 from byteback.ops.normalize import (
     ACTIVATIONS,
@@ -80,6 +87,7 @@ __all__ = [
     "norm_coefficients",
     "norm_folded",
     "norm_gradient",
+    "norm_invstd",
     "normalize",
     "normalize_batch",
     "normalize_grad",

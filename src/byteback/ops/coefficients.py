@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from byteback.ops import native
+from byteback.ops.rounded_once import divided_by, inverse, square_root
 
 CEILINGS = {"none": math.inf, "relu": math.inf, "relu6": 6.0}
 """Activations that never decrease, with their upper end: the extremes of a channel stay its extremes."""
@@ -92,14 +93,14 @@ def _coefficients(
     activation: str,
 ) -> Coefficients:
     total, squares, low, high = stats
-    mean = total / count
-    var = (squares / count - mean * mean).clamp_min_(0.0)
+    mean = divided_by(total, count)
+    var = (divided_by(squares, count) - mean * mean).clamp_min_(0.0)
     if running is not None:
         seen = mean if bias is None else mean + bias
         unbiased = var * (count / (count - 1) if count > 1 else 0.0)
         for kept, now in zip(running, (seen.float(), unbiased.float()), strict=True):
             kept.mul_(1.0 - momentum).add_(now * momentum)
-    invstd = 1.0 / (var + eps).sqrt()
+    invstd = _invstd(var, eps)
     a = (invstd if gamma is None else gamma.double() * invstd).float()
     shift = mean * a.double()
     b = (-shift if beta is None else beta.double() - shift).float()
@@ -123,7 +124,7 @@ def norm_folded(
     channels = mean.shape[0]
     if native.number() is None or not are_plain(vectors, channels):
         centre = mean.double() if bias is None else mean.double() - bias
-        invstd = 1.0 / (var.double() + eps).sqrt()
+        invstd = _invstd(var, eps)
         a = (invstd if gamma is None else gamma.double() * invstd).float()
         shift = centre * a.double()
         return a, (-shift if beta is None else beta.double() - shift).float()
@@ -131,6 +132,23 @@ def norm_folded(
     addresses = [0 if vector is None else vector.data_ptr() for vector in vectors]
     _library.norm_folded([channels, *addresses], eps, a.data_ptr(), b.data_ptr())
     return a, b
+
+
+def norm_invstd(var: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(var + eps) in float64, of a norm with given statistics: sum, root and quotient are each rounded once.
+
+    >>> norm_invstd(torch.tensor([4.0, 0.25]), 0.0).tolist()
+    [0.5, 2.0]
+    """
+    if native.number() is None or not are_plain((var,), var.numel()):
+        return _invstd(var, eps)
+    made = torch.empty(var.shape, dtype=torch.float64)
+    _library.norm_invstd(var.numel(), var.data_ptr(), eps, made.data_ptr())
+    return made
+
+
+def _invstd(var: Tensor, eps: float) -> Tensor:
+    return inverse(square_root(var.double() + eps))
 
 
 def norm_gradient(
@@ -174,7 +192,7 @@ def gradient_sums(
     """
     if native.number() is None or not a.is_cpu:
         a, q, r = a.double(), q.double(), r.double()
-        var = (1.0 / (invstd * invstd) - eps).clamp_min(0.0)
+        var = (inverse(invstd * invstd) - eps).clamp_min(0.0)
         shift, centred = q * mean + r, dot - mean * total
         own = (a * a * squares + count * (q * q * var)) + count * (shift * shift)
         crossed = a * q * centred + a * shift * total

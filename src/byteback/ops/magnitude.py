@@ -29,6 +29,7 @@ from byteback.ops.pairs import (
     quantize_pair,
     tail_count_pair,
 )
+from byteback.ops.rounded_once import divided_by, square_root
 from byteback.ops.schema_quantize import moments
 
 _library: Any = native.library
@@ -66,20 +67,20 @@ class Clips(NamedTuple):
 def sigma(total: Tensor, squares: Tensor, count: int) -> Tensor:
     """The standard deviation of `count` numbers from their sums."""
     count = max(count, 1)
-    mean = total / count
-    return (squares / count - mean * mean).clamp_min(0.0).sqrt().float()
+    mean = divided_by(total, count)
+    return square_root((divided_by(squares, count) - mean * mean).clamp_min(0.0)).float()
 
 
 def average(rule: Average, peak: Tensor, tail: Tensor, count: int, before: Tensor | None) -> tuple[Tensor, float]:
     """The clips, given max|g| and how many of `count` |g| exceed σ, and the share that is Gaussian."""
-    gaussian = tail.double() / max(count, 1) > rule.threshold
+    gaussian = divided_by(tail.double(), max(count, 1)) > rule.threshold
     clip = peak
     if before is not None:
         before = before.reshape(peak.shape)
         averaged = before * rule.keep + peak * rule.add
         # A channel that was all zero has nothing to average with: its next gradient is a first one.
         clip = torch.where(gaussian | (before == 0.0), peak, averaged)
-    return clip, float(gaussian.double().mean()) if gaussian.numel() else 0.0
+    return clip, int(gaussian.sum()) / max(gaussian.numel(), 1)
 
 
 Before = Tensor | None

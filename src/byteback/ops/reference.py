@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from byteback.ops import layout, noise, statistics
 from byteback.ops.limits import MAX_FLOAT32_DEPTH, QMAX, ZERO_SCALE
+from byteback.ops.rounded_once import divided_by
 from byteback.ops.scale_rule import combine_scales
 
 _CONV = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
@@ -41,7 +42,7 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tenso
     finite = torch.isfinite(x)
     values = torch.empty_like(x, dtype=torch.int8)
     values.copy_(torch.where(live & ~torch.isnan(x), y, 0.0))
-    scale = torch.where(live, safe / safe.new_full((), float(QMAX)), ZERO_SCALE)
+    scale = torch.where(live, divided_by(safe, QMAX), ZERO_SCALE)
     saturated = ((x.abs() > clip) & live).sum()
     return values, scale, torch.stack([saturated, (~finite).sum()]), statistics.absmax(x, -1).reshape(())
 

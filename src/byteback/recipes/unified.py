@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from byteback import ops
+from byteback.ops.exponential import exponential
 from byteback.ops.limits import TINY_CLIP
 from byteback.quantize import Choice, ClipRule, Memory, TensorRule
 from byteback.recipes.direction_search import Curve, descend, golden, grid
@@ -169,12 +170,12 @@ class DeviationCounteractive(LearningRateRule):
             )
 
     def factor(self, deviation: float) -> float:
-        """φ.
+        """φ, with the same bits on every machine.
 
         >>> [round(DeviationCounteractive().factor(d), 4) for d in (0.0, 0.01, 0.05, 0.2)]
         [1.0, 0.8187, 0.3679, 0.1]
         """
-        return max(math.exp(-self.alpha * deviation), self.beta)
+        return max(exponential(-self.alpha * deviation), self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
