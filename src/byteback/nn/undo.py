@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from byteback.nn.calls import recomputing
+from byteback.nn.calls import Shared, recomputing
 from byteback.nn.numerics import LayerNumerics
 from byteback.nn.weights import refuse_training
 from byteback.quantize import NONFINITE, NonFiniteError, Quantizer
@@ -90,7 +90,7 @@ class Undo:
         places, tensors, skips = [], [], False
         for module in model.modules():
             shared = getattr(module, "int8_shared", None)
-            if shared is not None:
+            if isinstance(shared, Shared):
                 shared.undo = self
                 layer: Any = module
                 skips = skips or (layer.hooked and layer.recipe.on_nonfinite == "skip")
@@ -167,7 +167,7 @@ class _Found:
 
     def _look_at(self, module: nn.Module, undo: Undo) -> None:
         own = module.__dict__
-        if "int8_shared" in own:
+        if isinstance(own.get("int8_shared"), Shared):  # a float layer may have an attribute of that name
             if module.training:  # before any other layer moves, such as a float norm ahead of it
                 refuse_training(module, "the model was called in training mode")
             own["int8_shared"].undo = undo
@@ -300,5 +300,5 @@ def end_step(model: nn.Module) -> None:
 
 def _undos(model: nn.Module) -> set[Undo]:
     """Those of the last training forwards of the model's int8 layers."""
-    found = {module.__dict__["int8_shared"].undo for module in model.modules() if "int8_shared" in module.__dict__}
-    return found - {None}
+    shared = (module.__dict__.get("int8_shared") for module in model.modules())
+    return {known.undo for known in shared if isinstance(known, Shared) and known.undo is not None}
