@@ -158,6 +158,17 @@ def test_only_the_bad_step_goes_back() -> None:
     assert not changed(trainer.model, before)
 
 
+def test_nan_is_dealt_with_once() -> None:
+    """What the hooks have read does not come back with what is put back, or every step would be dropped from then on."""
+    trainer = Trainer(network("skip"))
+    trainer.step(images(0))
+    with torch.no_grad():
+        trainer.model(images(1, NAN))
+    for seed in (2, 3, 4):
+        trainer.step(images(seed))
+    assert trainer.scaling.skipped == 1
+
+
 def test_weights_that_were_loaded_within_a_step_stay() -> None:
     trainer, other = Trainer(network("skip")), Trainer(network("skip"))
     other.step(images(5))
@@ -279,6 +290,18 @@ def test_a_refused_backward_leaves_no_trace(hooked: bool) -> None:
     with pytest.raises(byteback.NonFiniteError, match="grad_output"):
         (loss * NAN).backward()
     assert not changed(model, before)
+
+
+def test_what_the_other_ranks_have_yet_to_hear_goes_back_too() -> None:
+    """`unshared` is no buffer."""
+    model = network("raise", observe_every=1)
+    model(images(0)).sum().backward()
+    before = {name: module.unshared.clone() for name, module in model.named_modules() if hasattr(module, "unshared")}
+    assert any(bool(unshared.any()) for unshared in before.values())
+    with pytest.raises(byteback.NonFiniteError):
+        (model(images(1)).square().mean() * NAN).backward()
+    for name, unshared in before.items():
+        assert torch.equal(model.get_submodule(name).unshared[:, :4], unshared[:, :4]), name
 
 
 def test_what_went_well_before_stays() -> None:

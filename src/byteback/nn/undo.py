@@ -28,10 +28,13 @@ from torch.nn.parameter import is_lazy
 from byteback.nn.calls import Shared, recomputing
 from byteback.nn.numerics import LayerNumerics
 from byteback.nn.weights import refuse_training
-from byteback.quantize import NonFiniteError
+from byteback.quantize import NONFINITE, NonFiniteError, Quantizer
 
 UNDO = "byteback_undo"
 """Where a model that is watched has its Undo."""
+
+_UNSHARED = "unshared"
+"""Of a quantizer; it is no buffer. How many tensors held NaN is not put back: the optimizer's hooks read and clear it."""
 
 Step = tuple["Undo", int]
 """The forward that a gradient belongs to."""
@@ -120,7 +123,9 @@ class Undo:
         with torch.no_grad():
             for (module, name), tensor, before in zip(self._places, self._tensors, self._copies, strict=True):
                 now = module._buffers.get(name)
-                if now is tensor:
+                if name == _UNSHARED:
+                    tensor[:, :NONFINITE] = before[:, :NONFINITE]
+                elif now is tensor:
                     if not torch.equal(tensor, before):
                         tensor.copy_(before)
                 elif now is not None:  # the forward has put another tensor in its place
@@ -179,6 +184,9 @@ class _Found:
             if buffer is not None and _can_be_copied(buffer):
                 self.places.append((module, name))
                 self.tensors.append(buffer)
+        if isinstance(module, Quantizer) and not module.unshared.is_meta:
+            self.places.append((module, _UNSHARED))
+            self.tensors.append(module.unshared)
 
 
 def _can_be_copied(buffer: Tensor) -> bool:
@@ -293,5 +301,5 @@ def end_step(model: nn.Module) -> None:
 
 def _undos(model: nn.Module) -> set[Undo]:
     """Those of the last training forwards of the model's int8 layers."""
-    found = {module.__dict__["int8_shared"].undo for module in model.modules() if "int8_shared" in module.__dict__}
-    return found - {None}
+    shared = (module.__dict__.get("int8_shared") for module in model.modules())
+    return {known.undo for known in shared if isinstance(known, Shared) and known.undo is not None}

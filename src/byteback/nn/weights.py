@@ -134,7 +134,7 @@ def _before_loading(model: nn.Module, *_: Any) -> None:
 
 def is_frozen(module: Any) -> bool:
     """Whether a module is an int8 layer that byteback.freeze has frozen."""
-    return module.__dict__.get("int8_frozen") is not None
+    return isinstance(module.__dict__.get("int8_frozen"), Frozen)
 
 
 def _quantized(layer: Int8Layer, weight: Tensor) -> QTensor:
