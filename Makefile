@@ -12,7 +12,7 @@ STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format clean distclean rebuild
+.PHONY: help setup demo test fuzz check format clean distclean rebuild
 
 # The stamp is written last and holds the path of this checkout. So a set-up that was interrupted (no stamp), a checkout that
 # was moved or copied (another path: its environment would import the old place) and an environment whose interpreter has
@@ -33,6 +33,9 @@ demo: $(STAMP) ## train a small network in float and in int8, side by side, and 
 
 test: $(STAMP) ## unit tests and docstring examples; more by ARGS='-m slow' or ARGS='-m convergence'
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(STAMP) ## 10,000 drawn cases of every operator against an oracle; ARGS='--seed 7 --cases 500' draws others
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
 
 # The same tools with the same settings (pyproject.toml) as .pre-commit-config.yaml, over the whole tree.
 check: $(STAMP) ## lint, formatting, types, spelling

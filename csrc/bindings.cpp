@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // With the other bindings_*.cpp the only file that knows Python. Tensors come as raw addresses (checked on the
-// Python side, ops/schema.py), shapes as plain integers, and the interpreter's lock is released while a kernel runs.
+// Python side, addresses.py), shapes as plain integers, and the interpreter's lock is released while a kernel runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>

@@ -10,6 +10,7 @@
 // one such product. `Micro` is the multiply kernel (gemm_micro_*.h).
 #pragma once
 
+#include <cmath>
 #include <vector>
 
 #include "epilogue.h"
@@ -385,9 +386,18 @@ bool leaves_pixels_out(const ConvShape& s) {
     return false;
 }
 
-void write_zeros(f32* to, s64 count, int threads) {
-    parallel_ranges(threads, ceil_div(count, 4096), [&](int, s64 begin, s64 end) {
-        std::fill(to + begin * 4096, to + std::min(count, end * 4096), 0.0f);
+// The integer 0 times the factor: 0, but NaN where two scales have an infinite product.
+void write_zeros(const ConvShape& s, Factor factor, f32* dx, int threads) {
+    bool finite = true;
+    for (s64 n = 0; n < (factor.row ? s.batch : 1); ++n)
+        for (s64 c = 0; c < (factor.column ? s.in_channels : 1); ++c) finite = finite && std::isfinite(factor.at(n, c));
+    parallel_ranges(threads, s.batch * s.in_pixels(), [&](int, s64 begin, s64 end) {
+        if (finite) {
+            std::fill(dx + begin * s.in_channels, dx + end * s.in_channels, 0.0f);
+            return;
+        }
+        for (s64 pixel = begin; pixel < end; ++pixel)
+            for (s64 c = 0; c < s.in_channels; ++c) dx[pixel * s.in_channels + c] = 0.0f * factor.at(pixel / s.in_pixels(), c);
     });
 }
 
@@ -408,7 +418,7 @@ void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, F
 
 template <class Micro>
 void run_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
-    if (leaves_pixels_out(s)) write_zeros(dx, s.batch * s.in_pixels() * s.in_channels, threads);
+    if (leaves_pixels_out(s)) write_zeros(s, factor, dx, threads);
     for (s64 group = 0; group < s.groups; ++group) grad_input_group<Micro>(s, group, g, w, factor, dx, threads);
 }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ledger.h"
 
-#include <algorithm>
 #include <cmath>
 
 namespace byteback {
@@ -23,14 +22,22 @@ std::array<u32, 2> noise_key(u64 seed, u64 count, u32 layer, u32 rank) {
 
 namespace {
 
+// NaN if any is.
+f32 largest(const f32* entries, s64 count) {
+    f32 found = entries[0];
+    for (s64 i = 1; i < count && !std::isnan(found); ++i)
+        if (!(entries[i] <= found)) found = entries[i];
+    return found;
+}
+
 // Scales per sample have no fixed shape: of those the largest clip is kept.
 template <class F>
 void each(const f32* entries, s64 count, s64 channels, F&& put) {
     if (count == channels)
         for (s64 i = 0; i < channels; ++i) put(i, entries[i]);
     else {
-        const f32 largest = *std::max_element(entries, entries + count);
-        for (s64 i = 0; i < channels; ++i) put(i, largest);
+        const f32 most = largest(entries, count);
+        for (s64 i = 0; i < channels; ++i) put(i, most);
     }
 }
 
@@ -44,7 +51,7 @@ void write_ledger(const LedgerRows& to, const LedgerEntry& e) {
     if (to.updated_at) *to.updated_at = e.iteration;
     for (int column = 0; column < 3; ++column)
         if (!std::isnan(e.columns[column])) to.observed[column] = e.columns[column];
-    to.observed[3] = *std::max_element(e.clip, e.clip + e.clip_count);
+    to.observed[3] = largest(e.clip, e.clip_count);
     if (to.tracked) {
         const f32 old = static_cast<f32>(1.0 - e.momentum), fresh = static_cast<f32>(e.momentum);
         const bool seen = *to.seen != 0.0f;

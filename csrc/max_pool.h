@@ -38,9 +38,11 @@ struct Tap {
     s32 number;
 };
 
-// The taps of a window that lie within the image, in order.
+// The taps of a window that lie within the image, in order. A dilated window may step over a narrow image: it has none, and
+// taps[0] then says tap 0.
 inline s64 taps_within(const Windows& p, s64 top, s64 left, Tap* taps) {
     s64 count = 0;
+    taps[0] = {0, 0};
     for (s64 i = 0; i < p.kernel_h; ++i) {
         const s64 h = top + i * p.dilation_h;
         if (h < 0 || h >= p.height) continue;

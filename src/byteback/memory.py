@@ -108,7 +108,8 @@ def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
         found: dict[int, tuple[str, int]] = {}
         pool.release()  # else buffers of earlier steps would count
         pooled = _forward_backward(model, args, found)
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    storages_of_model = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    own = {storage.data_ptr() for storage in storages_of_model}
     kept: dict[str, tuple[int, int]] = {}
     for address, (dtype, size) in found.items():
         if address not in own:

@@ -2,7 +2,7 @@
 """Proves that the three int8 products are exact: every bit equals an int64 oracle that shares no code with src.
 
 Sizes are those that break kernels (around 16 and 32, one of everything, deep, shallow, narrow); operands include full
-amplitude of both signs; layouts include every kind of stride. The oracle is in conftest.py.
+amplitude of both signs; layouts include every kind of stride. The oracle is in tests/oracles/products.py.
 """
 
 from __future__ import annotations

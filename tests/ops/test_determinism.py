@@ -88,6 +88,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "channel_stats": lambda: ops.channel_stats(F4),
     "norm_coefficients": lambda: ops.norm_coefficients(ops.channel_stats(F4), 7192, *V[:3], 1e-5, None, 0.1, "relu"),
     "norm_folded": lambda: ops.norm_folded(V[0], V[1].abs(), V[2], V[3], V[4], 1e-5),
+    "norm_invstd": lambda: (ops.norm_invstd(V[1].abs(), 1e-5),),
     "norm_gradient": lambda: ops.norm_gradient(V[0], *(v.double() for v in V[1:5]), 7192),
     "normalize_peak": lambda: ops.normalize_peak(F4, *V[:2], F4, "silu"),
     "normalize": lambda: ops.normalize(F4, *V[:2], F4, "relu", ONE, want_float=True, want_mask=True, keep="bfloat16"),

@@ -63,3 +63,38 @@ def test_what_other_ranks_have_yet_to_hear_of() -> None:
     assert rows.unshared[3].tolist() == [4.0, 5.0, 6.0 + 2.0**-40, 1.0, 0.0]
     assert rows.unshared[0].tolist() == [0.0, 0.0, 0.0, 0.0, 2.0] and int(rows.nonfinite) == 2
     assert int(rows.unshared.count_nonzero()) == 5
+
+
+@pytest.mark.parametrize("name", ["clip", "initialized", "updated_at", "observed", "seen", "tracked"])
+def test_buffers_that_are_not_dense_are_written_as_such(name: str) -> None:
+    """load_state_dict(assign=True) puts a checkpoint's tensors there, whatever their layout."""
+    dense, strided = buffers(2, True, 0.5), buffers(2, True, 0.5)
+    buffer = getattr(strided, name)
+    wide = torch.stack([buffer, buffer], dim=-1)
+    strided = strided._replace(**{name: wide[..., 0]})
+    entry = ledger.Entry(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0]), True, 9, 0.1, 0.2, 0.3, 0.1)
+    for rows in (dense, strided):
+        ledger.write(rows, 5, entry)
+    assert all(torch.equal(left, right) for left, right in zip(dense, strided, strict=True))  # type: ignore[arg-type]
+    assert torch.equal(wide[..., 1], buffer), "what lies between them is somebody else's"
+
+
+@pytest.mark.parametrize("slot", [SLOTS, SLOTS + 100])
+def test_a_slot_that_is_not_there_is_refused(slot: int) -> None:
+    with pytest.raises(IndexError):
+        ledger.write(buffers(2, True, 0.5), slot, ledger.Entry(torch.ones(2), torch.ones(2), True, 9, 0.1, 0.2, 0.3, 0.1))
+
+
+@pytest.mark.parametrize(("channels", "clips"), [(1, 1), (5, 5), (1, 4)])
+def test_a_clip_that_is_nan_is_written_down_wherever_it_stands(channels: int, clips: int) -> None:
+    for at in range(clips):
+        clip = torch.arange(1.0, clips + 1.0)
+        clip[at] = math.nan
+        native_rows, plain_rows = buffers(channels, True, 0.5), buffers(channels, True, 0.5)
+        entry = ledger.Entry(clip, clip, False, 0, 0.0, 0.0, 0.0, 0.1)
+        ledger.write(native_rows, 1, entry)
+        ledger._write(plain_rows, 1, entry)
+        assert native_rows.observed[1, ledger.CLIP].isnan()
+        for left, right in zip(native_rows, plain_rows, strict=True):
+            assert left is not None and right is not None
+            torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)

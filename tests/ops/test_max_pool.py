@@ -105,3 +105,15 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
     for g in (torch.randn(2, 3, 4, 5), y.double()):
         with pytest.raises(ValueError, match="does not belong to windows over an image of shape"):
             max_pool_grad(g, taps, x.shape, window)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("channels", [3, 40])
+def test_a_dilated_window_that_steps_over_a_narrow_image_says_tap_0(path: str, channels: int) -> None:
+    """Its taps are at -1 and 1, the image is one pixel wide: the value is -inf, and no gradient goes anywhere."""
+    window = Window((1, 2), (1, 1), (0, 1), (1, 2))
+    x = torch.randn(2, channels, 3, 1)
+    with native.path(path):
+        y, taps = max_pool(x, window)
+        dx = max_pool_grad(torch.ones_like(y), taps, x.shape, window)
+    assert y.isneginf().all() and not taps.any() and not dx.any()

@@ -78,10 +78,9 @@ class Int8Layer(_Base):
         self.int8_calls = 0
         self.int8_frozen: Frozen | None = None
         self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
-        numerics = LayerNumerics(
-            self.recipe, *self.channels(), seed=seed, layer=layer, name=name, depthwise=self.is_depthwise()
+        self.quantizers = LayerNumerics(
+            self.recipe, *self.channels(), seed, layer, name, depthwise=self.is_depthwise(), device=self.weight.device
         )
-        self.quantizers = numerics.to(self.weight.device)
 
     def detach(self) -> None:
         """Makes the layer the plain torch layer that it was."""

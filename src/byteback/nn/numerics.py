@@ -47,7 +47,15 @@ class LayerNumerics(nn.Module):
     numerics_version: Tensor
 
     def __init__(
-        self, recipe: Recipe, in_channels: int, out_channels: int, seed: int, layer: int, name: str, depthwise: bool = False
+        self,
+        recipe: Recipe,
+        in_channels: int,
+        out_channels: int,
+        seed: int,
+        layer: int,
+        name: str,
+        depthwise: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.initial = {
@@ -55,11 +63,11 @@ class LayerNumerics(nn.Module):
             **{"count": 0, "iteration": 0, "nonfinite": 0},
         }
         for buffer, value in self.initial.items():
-            self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64))
-        self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True)
+            self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64, device=device))
+        self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True, device=device)
         rule, own = recipe.grad_output_rule(depthwise), recipe.grad_output_for_weight
-        self.grad_output = Quantizer(_entries(rule, out_channels), tracks=False)
-        self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False) if own else None
+        self.grad_output = Quantizer(_entries(rule, out_channels), tracks=False, device=device)
+        self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False, device=device) if own else None
         self.settings = _settings(recipe, rule, name, depthwise)
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
 
@@ -106,7 +114,7 @@ class LayerNumerics(nn.Module):
                 f"{NUMERICS_VERSION}; training goes on, but not with the bits that the old version would have given.",
                 stacklevel=2,
             )
-            state_dict[prefix + "numerics_version"] = torch.tensor(NUMERICS_VERSION)
+            state_dict[prefix + "numerics_version"] = torch.full_like(version, NUMERICS_VERSION)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         for quantizer in self.each():
             quantizer.unshared.zero_()  # what was measured before belongs to another run

@@ -167,10 +167,11 @@ class _Found:
 
     def _look_at(self, module: nn.Module, undo: Undo) -> None:
         own = module.__dict__
-        if isinstance(own.get("int8_shared"), Shared):  # a float layer may have an attribute of that name
+        shared = own.get("int8_shared")
+        if isinstance(shared, Shared):  # and not an attribute of the user's that has this name
             if module.training:  # before any other layer moves, such as a float norm ahead of it
                 refuse_training(module, "the model was called in training mode")
-            own["int8_shared"].undo = undo
+            shared.undo = undo
             self.is_hooked = self.is_hooked or own["hooked"]
         if not module._buffers:
             return

@@ -29,6 +29,7 @@ from byteback.ops.coefficients import (
     norm_invstd,
 )
 from byteback.ops.finished import conv_normalize
+from byteback.ops.geometry import Axes, geometry, sizes, whole
 from byteback.ops.normalize import (
     ACTIVATIONS,
     SMOOTH,
@@ -131,12 +132,16 @@ def quantize_max(x: Tensor, axis: int = -1, key: Tensor | None = None) -> tuple[
     >>> values.tolist(), clip.tolist(), counts.tolist()
     ([[-127, 3, 64]], [[4.0]], [0, 0])
     """
-    return schema_quantize.quantize_max(x, axis, key)
+    return schema_quantize.quantize_max(x, whole("quantize_max", "axis", axis), key)
 
 
 def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int = 0) -> Tensor:
-    """The key of one gradient's noise: an int64 pair, different for each (seed, rank, layer, count)."""
-    return schema_quantize.noise_key(seed, layer, count, rank)
+    """The key of one gradient's noise: an int64 pair, different for each (seed, rank, layer, count).
+
+    Of the layer and the rank the low 32 bits count, of the seed and the count all 64. Both words of the key are below 2^32;
+    where a caller makes a key of other numbers, `quantize` and its kind read the low 32 bits of each.
+    """
+    return schema_quantize.noise_key(seed, layer, count, whole("noise_key", "rank", rank))
 
 
 def absmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -145,7 +150,7 @@ def absmax(x: Tensor, axis: int = -1) -> Tensor:
     >>> absmax(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), axis=1).tolist()
     [[2.0, 3.0]]
     """
-    return schema_quantize.absmax(x, axis)
+    return schema_quantize.absmax(x, whole("absmax", "axis", axis))
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,13 +210,21 @@ def conv_int8(
     x_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: Axes,
+    padding: Axes,
+    dilation: Axes,
     groups: int = 1,
 ) -> Tensor:
-    """output = (x ⋆ w) · (x_scale · w_scale): exact int8 convolution in one to three dimensions, float32 result."""
-    return schema_products.conv_int8(x, x_scale, w, w_scale, stride, padding, dilation, groups)
+    """output = (x ⋆ w) · (x_scale · w_scale): exact int8 convolution in one to three dimensions, float32 result.
+
+    stride, padding and dilation are one integer for all spatial axes, or one for each.
+
+    >>> x, w = torch.tensor([[[1, 2, 3]]], dtype=torch.int8), torch.tensor([[[1, -1]]], dtype=torch.int8)
+    >>> conv_int8(x, torch.ones(1, 1, 1), w, torch.ones(1, 1, 1), stride=1, padding=0, dilation=1).tolist()
+    [[[-1.0, -1.0]]]
+    """
+    rest = geometry("conv_int8", x.dim() - 2, (stride, padding, dilation, groups))
+    return schema_products.conv_int8(x, x_scale, w, w_scale, *rest)
 
 
 def conv_int8_grad_input(
@@ -220,13 +233,15 @@ def conv_int8_grad_input(
     w: Tensor,
     w_scale: Tensor,
     input_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: Axes,
+    padding: Axes,
+    dilation: Axes,
     groups: int = 1,
 ) -> Tensor:
     """grad_input = (g ⋆ᵀ w) · (g_scale · w_scale)."""
-    return schema_products.conv_int8_grad_input(g, g_scale, w, w_scale, input_size, stride, padding, dilation, groups)
+    op = "conv_int8_grad_input"
+    rest = geometry(op, w.dim() - 2, (stride, padding, dilation, groups))
+    return schema_products.conv_int8_grad_input(g, g_scale, w, w_scale, sizes(op, "input_size", input_size), *rest)
 
 
 def conv_int8_grad_weight(
@@ -235,13 +250,15 @@ def conv_int8_grad_weight(
     x: Tensor,
     x_scale: Tensor,
     weight_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: Axes,
+    padding: Axes,
+    dilation: Axes,
     groups: int = 1,
 ) -> Tensor:
     """grad_weight = (g ⋆ x) · (g_scale · x_scale), summed exactly over N, OH, OW however deep that is."""
-    return schema_products.conv_int8_grad_weight(g, g_scale, x, x_scale, weight_size, stride, padding, dilation, groups)
+    op = "conv_int8_grad_weight"
+    rest = geometry(op, x.dim() - 2, (stride, padding, dilation, groups))
+    return schema_products.conv_int8_grad_weight(g, g_scale, x, x_scale, sizes(op, "weight_size", weight_size), *rest)
 
 
 def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.ops import native_kernels, reference, statistics
+from byteback.ops import native_kernels, pool, reference, statistics
 from byteback.ops.schema import check_float, check_int8, define, path_of, plainly, remembered
 
 _quantize_plans: dict[tuple[Any, ...], native_kernels.QuantizePlan] = {}
@@ -109,10 +109,10 @@ def _check_quantize_max(x: Tensor, axis: int, key: Tensor | None) -> None:
 
 def _quantize_max(x: Tensor, axis: int, key: Tensor | None) -> Any:
     path = path_of(x)
-    if path is None or axis > 1:
+    if path is None or axis > 1 or x.dim() > pool.MOST_AXES:
         _check_quantize_max(x, axis, key)
         return plainly(reference.quantize_max, x, axis, key)
-    known = (axis, x.dtype, x.shape, x.stride())  # as with _planned, checked once for each
+    known = (axis, x.dtype, x.shape, x.stride())  # as with _planned, checked once for each; path_of has seen the device
     plan = _quantize_plans.get(known)
     if plan is None:
         _check_quantize_max(x, axis, key)
@@ -170,7 +170,7 @@ def _dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     if values.shape != x.shape or scale.dtype != torch.float32 or not _broadcasts(scale, x):
         raise ValueError(
             f"dot_terms: x has shape {tuple(x.shape)}, values {tuple(values.shape)}, scale {tuple(scale.shape)} of "
-            f"{scale.dtype}; values must have the shape of x, and scale its rank with ones along shared axes."
+            f"{scale.dtype}; values must have the shape of x, and scale is float32 with its rank and ones along shared axes."
         )
     # The native kernels know scales per tensor, sample and channel; the reference knows all.
     if all(size == 1 for size in scale.shape[2:]):

@@ -336,15 +336,19 @@ class Quantizer(nn.Module):
     seen: Tensor
     tracked: Tensor | None
 
-    def __init__(self, entries: int, tracks: bool) -> None:
+    def __init__(self, entries: int, tracks: bool, device: torch.device | None = None) -> None:
         super().__init__()
-        self.register_buffer("clip", torch.zeros(CALL_SLOTS, entries))
-        self.register_buffer("initialized", torch.zeros(CALL_SLOTS))
-        self.register_buffer("updated_at", torch.zeros(CALL_SLOTS, dtype=torch.int64))
-        self.register_buffer("observed", torch.zeros(CALL_SLOTS, 5))
-        self.register_buffer("seen", torch.zeros(CALL_SLOTS))
-        self.register_buffer("tracked", torch.zeros(CALL_SLOTS, entries) if tracks else None)
-        self.unshared = torch.zeros(CALL_SLOTS, 5, dtype=torch.float64)
+
+        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.register_buffer("clip", zeros(CALL_SLOTS, entries))
+        self.register_buffer("initialized", zeros(CALL_SLOTS))
+        self.register_buffer("updated_at", zeros(CALL_SLOTS, dtype=torch.int64))
+        self.register_buffer("observed", zeros(CALL_SLOTS, 5))
+        self.register_buffer("seen", zeros(CALL_SLOTS))
+        self.register_buffer("tracked", zeros(CALL_SLOTS, entries) if tracks else None)
+        self.unshared = zeros(CALL_SLOTS, 5, dtype=torch.float64)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         """Moves with the model, but stays float32 under .half() and .bfloat16(): clips steer integers."""

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All guarded calls by the name of the native function, and the functions that need none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from guard import calls_block, calls_elementwise, calls_products
+from guard.memory import Arena
+
+ALL: dict[str, Callable[[Arena, int, int], None]] = {
+    call.__name__: call for module in (calls_products, calls_elementwise, calls_block) for call in module.CALLS
+}
+PRODUCTS = {call.__name__ for call in calls_products.CALLS}  # the other functions of avx512vnni are avx2's
+WITHOUT_MEMORY = {
+    "is_compiled": "asks about a path",
+    "cpu_supports": "asks about a path",
+    "self_check": "makes its own operands; make sanitize watches them",
+    "explain": "asks the planner about a shape",
+    "pool_lend": "hands memory out and reads none",
+    "pool_offer": "hands memory back",
+    "pool_release": "hands memory back",
+    "pool_sizes": "asks the pool about itself",
+}
