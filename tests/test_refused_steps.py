@@ -187,10 +187,12 @@ def test_buffers_of_the_users_own_go_back_too() -> None:
             self.register_buffer("replaced", torch.zeros(4))
             self.register_buffer("hidden", torch.zeros(4), persistent=False)
             self.register_buffer("absent", None)
+            self.register_buffer("unshared", torch.zeros(4))
 
         def forward(self, x: Tensor) -> Tensor:
             seen = x.detach().mean((0, 2, 3))[:1]
             self.written.add_(seen)
+            self.unshared.add_(seen)
             self.hidden.add_(seen)
             self.replaced = self.replaced + seen
             return x

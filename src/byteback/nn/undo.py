@@ -123,7 +123,7 @@ class Undo:
         with torch.no_grad():
             for (module, name), tensor, before in zip(self._places, self._tensors, self._copies, strict=True):
                 now = module._buffers.get(name)
-                if name == _UNSHARED:
+                if name == _UNSHARED and isinstance(module, Quantizer):
                     tensor[:, :NONFINITE] = before[:, :NONFINITE]
                 elif now is tensor:
                     if not torch.equal(tensor, before):
