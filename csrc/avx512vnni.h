@@ -10,8 +10,7 @@ struct Epilogue;  // epilogue.h
 
 namespace byteback::avx512vnni {
 
-// Implicit GEMM, any convolution whose sums an int32 holds (gemm_avx512vnni.cpp).
-bool gemm_fits(const ConvShape&);
+// Implicit GEMM, any convolution (gemm_avx512vnni.cpp).
 void gemm_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads, const Epilogue* finish = nullptr);
 void gemm_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
 void gemm_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // With the other bindings_*.cpp the only file that knows Python. Tensors come as raw addresses (checked on the
-// Python side, ops/schema.py), shapes as plain integers, and the interpreter's lock is released while a kernel runs.
+// Python side, addresses.py), shapes as plain integers, and the interpreter's lock is released while a kernel runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
@@ -139,9 +139,15 @@ void tail_count(int path, const RowNumbers& rows, Address x, Address threshold, 
     BYTEBACK_CALL(tail_count, rows_of(rows), at<const f32>(x), thresholds, at<s64>(counts), threads);
 }
 
-void cosine_terms(int path, const RowNumbers& rows, Address x, Address clips, s64 count, Address terms, int threads) {
+// clips: `count` candidates, for the whole tensor or for each channel; terms: of the tensor, or of each channel.
+void cosine_terms(int path, const RowNumbers& rows, Address x, Address clips, s64 count, bool per_channel, bool stochastic,
+                  Address terms, int threads) {
     nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(cosine_terms, rows_of(rows), at<const f32>(x), at<const f32>(clips), count, at<f64>(terms), threads);
+    const CandidateClips candidates{at<const f32>(clips), count, per_channel};
+    if (per_channel)
+        BYTEBACK_CALL(channel_cosine_terms, rows_of(rows), at<const f32>(x), candidates, stochastic, at<f64>(terms), threads);
+    else
+        BYTEBACK_CALL(cosine_terms, rows_of(rows), at<const f32>(x), candidates, stochastic, at<f64>(terms), threads);
 }
 
 void cosine_slope_terms(int path, const RowNumbers& rows, Address x, f32 clip, Address terms, int threads) {
@@ -193,7 +199,6 @@ NB_MODULE(_native, m) {
     m.def("cosine_slope_terms", &cosine_slope_terms);
     m.def("dot_terms", &dot_terms);
     m.def("noise_key", &make_noise_key);
-    m.def("fingerprint", [](Address values, s64 count) { return fingerprint(at<const f32>(values), count); });
     m.def("write_ledger", &put_in_ledger);
     bind_norm(m);
     bind_block(m);

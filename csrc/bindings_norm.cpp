@@ -138,6 +138,11 @@ void folded(const std::array<Address, 6>& n, double eps, Address a, Address b) {
                 at<f32>(a), at<f32>(b));
 }
 
+void invstd(s64 channels, Address var, double eps, Address to) {
+    nb::gil_scoped_release unlocked;
+    norm_invstd(channels, at<const f32>(var), eps, at<f64>(to));
+}
+
 // channels, count, a, mean, invstd, total, dot
 void gradient(const std::array<Address, 7>& n, const std::array<Address, 4>& to) {
     nb::gil_scoped_release unlocked;
@@ -167,6 +172,7 @@ void bind_norm(nb::module_& m) {
     m.def("pack_norm", &pack_norm);
     m.def("norm_coefficients", &coefficients);
     m.def("norm_folded", &folded);
+    m.def("norm_invstd", &invstd);
     m.def("norm_gradient", &gradient);
     m.def("gradient_sums", &sums_of_gradient);
 }

@@ -93,6 +93,24 @@ void normalize_grad_quantize_pair(int path, const BackwardNumbers& numbers, Addr
     write_reports(reports, from.channels, clip, clips, scale, counts, peak);
 }
 
+// The copy of dx by clips that are a ratio of each channel's max|dx|.
+void normalize_grad_quantize_by_ratio(int path, const BackwardNumbers& numbers, f32 ratio, Address key, Address clips,
+                                      Address values, Address scale, Address counts, Address peak, int threads) {
+    nb::gil_scoped_release unlocked;
+    const Backward from = backward_of(numbers);
+    const size_t width = static_cast<size_t>(from.channels);
+    f32* bounds = at<f32>(clips);
+    std::vector<f32> sigma(width, 0.0f);
+    std::vector<s64> tail(width), tail_one(width);  // not asked for: the pass is as long as memory takes
+    BYTEBACK_CALL(normalize_grad_tails, from, sigma.data(), 0.0f, bounds, tail.data(), tail_one.data(), threads);
+    for (s64 c = 0; c < from.channels; ++c) bounds[c] *= ratio;
+    Report reports[2];
+    BYTEBACK_CALL(normalize_grad_quantize_pair, from, 0.0f, bounds, noise_of(key), nullptr, at<s8>(values), reports, threads);
+    write_scales(bounds, from.channels, at<f32>(scale));
+    write_counts(reports[1], counts);
+    *at<f32>(peak) = reports[1].peak;
+}
+
 // Clips and copies of dx at once. sums: sum and sum of squares of each channel of dx; the first of values and scale is 0 where
 // no copy by one clip is wanted. The shares that are Gaussian, how many values each copy cut off, and how many are not finite.
 std::tuple<f64, f64, s64, s64, s64> gradient_pair(int path, const BackwardNumbers& numbers, const Pair& sums, const Pair& before,
@@ -122,6 +140,7 @@ void bind_pairs(nb::module_& m) {
     m.def("normalize_grad_tails", &normalize_grad_tails);
     m.def("magnitude_clips", &magnitude_clips);
     m.def("gradient_pair", &gradient_pair);
+    m.def("normalize_grad_quantize_by_ratio", &normalize_grad_quantize_by_ratio);
     m.def("quantize_pair", &quantize_pair);
     m.def("normalize_grad_quantize_pair", &normalize_grad_quantize_pair);
 }

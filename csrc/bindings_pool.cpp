@@ -4,6 +4,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 
+#include <limits>
+#include <new>
 #include <stdexcept>
 #include <tuple>
 
@@ -71,6 +73,27 @@ Py_ssize_t read_numbers(nb::handle numbers, s64* to) {
     return count;
 }
 
+// What a dense tensor of these sizes takes. A product that wraps around would be a block shorter than what is written to it.
+s64 bytes_of(const s64* shape, Py_ssize_t axes, s64 bytes) {
+    for (Py_ssize_t i = 0; i < axes; ++i) {
+        if (shape[i] < 0) throw std::invalid_argument("lend: a size is negative");
+        if (shape[i] && bytes > std::numeric_limits<s64>::max() / shape[i]) throw std::bad_alloc();
+        bytes *= shape[i];
+    }
+    return bytes;
+}
+
+// Refuses strides that lead out of a block of so many elements.
+void check_strides(const s64* shape, const s64* strides, Py_ssize_t axes, s64 elements) {
+    s64 left = elements - 1;  // elements behind the last one that can be reached so far
+    for (Py_ssize_t i = 0; i < axes && elements; ++i) {
+        if (shape[i] == 1) continue;
+        if (strides[i] < 0 || (strides[i] && shape[i] - 1 > left / strides[i]))
+            throw std::invalid_argument("lend: the strides lead out of a dense tensor of these sizes");
+        left -= (shape[i] - 1) * strides[i];
+    }
+}
+
 }  // namespace
 
 Lent lend_tensor(nb::handle shape, nb::handle strides, ElementType type, s64 limit) {
@@ -78,8 +101,8 @@ Lent lend_tensor(nb::handle shape, nb::handle strides, ElementType type, s64 lim
     try {
         const Py_ssize_t axes = read_numbers(shape, loan->shape);
         if (read_numbers(strides, loan->strides) != axes) throw std::invalid_argument("lend: as many strides as sizes, please");
-        s64 bytes = type.bits / 8;
-        for (Py_ssize_t i = 0; i < axes; ++i) bytes *= loan->shape[i];
+        const s64 bytes = bytes_of(loan->shape, axes, type.bits / 8);
+        check_strides(loan->shape, loan->strides, axes, bytes / (type.bits / 8));
         loan->block = pool_lend(static_cast<size_t>(bytes), static_cast<size_t>(limit));
         const DlType element{type.code, type.bits, 1};
         const DlTensor tensor{loan->block.memory, {kCpu, 0}, static_cast<int32_t>(axes), element, loan->shape, loan->strides, 0};

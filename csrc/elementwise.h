@@ -34,6 +34,15 @@ struct PerScale {
     f32 at(s64 o, s64 c) const { return values[o * outer_stride + c * channel_stride]; }
 };
 
+// Clips that a search tries: candidate k has values[k] for the whole tensor, or values[k * channels + c] for each channel.
+struct CandidateClips {
+    const f32* values;
+    s64 count;
+    bool per_channel;
+
+    f32 at(s64 k, s64 c, s64 channels) const { return values[per_channel ? k * channels + c : k]; }
+};
+
 // The noise of stochastic rounding (ops/noise.py): h = mix32((index * 0x9E3779B1 + k0) ^ k1), index = row * ceil(C/2) + c/2,
 // u = (h16 + 0.5) / 65536 with the low half of h for even c, the high half for odd c.
 struct Noise {

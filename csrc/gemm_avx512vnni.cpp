@@ -7,8 +7,6 @@
 
 namespace byteback::avx512vnni {
 
-bool gemm_fits(const ConvShape& s) { return s.taps() * std::max(s.group_in(), s.group_out()) <= kInt32Depth; }
-
 void gemm_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads, const Epilogue* finish) {
     run_output<OffsetQuads>(s, x, w, factor, y, threads, finish);
 }

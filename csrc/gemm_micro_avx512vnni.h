@@ -7,7 +7,8 @@
 //     Σ a·b = Σ (a + 128)·b - 128 Σ b
 //
 // The second term depends on the column only, so sums begin there (`column_starts`). vpdpbusd does not saturate: sums run
-// modulo 2^32, so whatever lies between, the outcome is exact if Σ a·b itself fits an int32.
+// modulo 2^32, so whatever lies between, the outcome is exact if Σ a·b itself fits an int32. Where the depth is multiplied in
+// parts, every part begins at the starts of its own rows of B, so this holds for each part's sum.
 // 256-bit vectors: as fast as 512 bits on Zen 4, the same packed layouts as AVX2, and they do not slow down other CPUs' clocks.
 #pragma once
 

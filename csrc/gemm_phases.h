@@ -108,12 +108,17 @@ private:
     }
 
     void pack(const Weights& w, int threads) {
+        const auto needs = [&](const Phase& phase) {
+            return packed_bytes<Micro>(phase.product, K, static_cast<s64>(phase.runs.size()));
+        };
         s64 bytes = 0;
-        for (const Phase& phase : phases) bytes += packed_bytes<Micro>(phase.product, K);
+        for (const Phase& phase : phases) bytes += needs(phase);
         char* to = scratch<WeightScratch>(static_cast<size_t>(bytes));
         for (Phase& phase : phases) {
-            phase.packed = pack_weights<Micro>(phase.product, w, K, threads, to);
-            to += packed_bytes<Micro>(phase.product, K);
+            std::vector<DepthPart> parts;
+            for (const TapRun& run : phase.runs) parts.push_back({run.first * K, run.taps * K});
+            phase.packed = pack_weights<Micro>(phase.product, w, K, parts, threads, to);
+            to += needs(phase);
         }
     }
 
@@ -165,7 +170,6 @@ private:
 
     void run_panel(const Phase& phase, s64 n, s64 j, const char* A, const std::vector<f32*>& to, s64 begin,
                    s64 end) const {
-        static const s32 none[kColumns] = {};
         const Product& p = phase.product;
         const s64 pixel = K * Micro::kBytes, length = static_cast<s64>(p.taps.size()) * K;
         const char* B = phase.packed.panels + j * length * Micro::kBytes;
@@ -174,11 +178,12 @@ private:
         const __m256 high_half = p.factor.column ? _mm256_loadu_ps(factors + 8) : low_half;
         alignas(64) s32 sums[Micro::kRows * kColumns];
         for (s64 i = begin; i < end; i += Micro::kRows) {
-            for (const TapRun& run : phase.runs) {
+            for (size_t part = 0; part < phase.runs.size(); ++part) {
+                const TapRun& run = phase.runs[part];
                 const s64 at = (run.row - low[0]) * width + run.column - low[1] + i;
-                const s32* start = run.first == 0 ? phase.packed.starts + j : none;
                 multiply_block<Micro>(A + at * pixel, pixel, 4, B + run.first * K * kColumns * Micro::kBytes,
-                                      run.taps * K / Micro::kUnit, start, sums, kColumns, run.first > 0);
+                                      run.taps * K / Micro::kUnit, phase.packed.start(static_cast<s64>(part), j), sums,
+                                      kColumns, part > 0);
             }
             for (s64 k = 0; k < Micro::kRows; ++k)
                 if (to[static_cast<size_t>(i + k)])

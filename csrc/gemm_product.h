@@ -44,9 +44,21 @@ struct Segment {
     s64 tap, begin, length, position;
 };
 
+// A stretch of the packed depth that is multiplied in one go.
+struct DepthPart {
+    s64 start, length;
+};
+
 struct DepthBlock {
-    s64 start, length;  // in the padded depth
+    DepthPart part;
     std::vector<Segment> segments;
+
+    // Products that one sum gets from it: the zeros that fill up the packed depth add none.
+    s64 products() const {
+        s64 sum = 0;
+        for (const Segment& s : segments) sum += s.length;
+        return sum;
+    }
 };
 
 // Cuts the depth (taps x padded channels) into blocks of at most about `most`.
@@ -56,7 +68,7 @@ std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded, s64 most) 
         const s64 count = ceil_div(taps * padded, most), each = ceil_div(taps, count);
         for (s64 first = 0; first < taps; first += each) {
             const s64 last = std::min(taps, first + each);
-            DepthBlock block{first * padded, (last - first) * padded, {}};
+            DepthBlock block{{first * padded, (last - first) * padded}, {}};
             for (s64 t = first; t < last; ++t) block.segments.push_back({t, 0, depth, (t - first) * padded});
             blocks.push_back(block);
         }
@@ -66,7 +78,7 @@ std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded, s64 most) 
     for (s64 t = 0; t < taps; ++t)
         for (s64 c = 0; c < padded; c += each) {
             const s64 length = std::min(each, padded - c);
-            blocks.push_back({t * padded + c, length, {{t, c, std::min(length, depth - c), 0}}});
+            blocks.push_back({{t * padded + c, length}, {{t, c, std::min(length, depth - c), 0}}});
         }
     return blocks;
 }
@@ -114,18 +126,23 @@ void pack_panel_of_columns(const Product& p, const Weights& w, s64 tap, s64 colu
 
 struct PackedWeights {
     const char* panels;  // [columns / 16][padded depth / unit][16][unit]
-    const s32* starts;   // [columns], rounded up to whole panels: from where the sums of a column begin
+    const s32* starts;   // [part][columns]: from where the sums of a column begin in each part of the depth
+    s64 width;           // columns, rounded up to whole panels
+
+    const s32* start(s64 part, s64 column) const { return starts + part * width + column; }
 };
 
 template <class Micro>
-s64 packed_bytes(const Product& p, s64 padded) {
+s64 packed_bytes(const Product& p, s64 padded, s64 parts) {
     const s64 panels = ceil_div(p.columns, kColumns), length = static_cast<s64>(p.taps.size()) * padded;
-    return round_up(panels * length * kColumns * Micro::kBytes, 64) + round_up(panels * kColumns * 4, 64);
+    return round_up(panels * length * kColumns * Micro::kBytes, 64) + round_up(parts * panels * kColumns * 4, 64);
 }
 
-// Into `packed`, of packed_bytes.
+// Into `packed`, of packed_bytes. The depth is going to be multiplied in `parts`, each of which takes off the offset of its own
+// columns and no other: so a part's sums are those of its own products, whoever adds parts up, and in which width.
 template <class Micro>
-PackedWeights pack_weights(const Product& p, const Weights& w, s64 padded, int threads, char* packed) {
+PackedWeights pack_weights(const Product& p, const Weights& w, s64 padded, const std::vector<DepthPart>& parts, int threads,
+                           char* packed) {
     const s64 taps = static_cast<s64>(p.taps.size()), panels = ceil_div(p.columns, kColumns), length = taps * padded;
     const s64 panel_bytes = length * kColumns * Micro::kBytes, all = round_up(panels * panel_bytes, 64);
     s32* starts = reinterpret_cast<s32*>(packed + all);
@@ -141,9 +158,14 @@ PackedWeights pack_weights(const Product& p, const Weights& w, s64 padded, int t
     });
     if (Micro::kOffset)
         parallel_for(threads, panels, [&](s64 panel) {
-            Micro::column_starts(packed + panel * panel_bytes, length / Micro::kUnit, starts + panel * kColumns);
+            s32* to = starts + panel * kColumns;
+            for (const DepthPart& part : parts) {
+                const char* B = packed + panel * panel_bytes + part.start * kColumns * Micro::kBytes;
+                Micro::column_starts(B, part.length / Micro::kUnit, to);
+                to += panels * kColumns;
+            }
         });
-    return {packed, starts};
+    return {packed, starts, panels * kColumns};
 }
 
 s64 row_of(const Product& p, const Pixel& pixel) {
@@ -178,16 +200,21 @@ struct FinishScratch {};
 template <class Micro>
 class Runner {
 public:
-    Runner(const Product& product, const PackedWeights& packed, s64 padded)
+    Runner(const Product& product, const Weights& w, int threads)
         : p(product),
-          weights(packed.panels),
-          starts(packed.starts),
-          blocks(depth_blocks(static_cast<s64>(p.taps.size()), p.depth, padded, Micro::kDepth)),
+          padded(round_up(p.depth, Micro::kUnit)),
           length(static_cast<s64>(p.taps.size()) * padded),
           rows(p.batch * p.grid_pixels()),
-          padded_columns(round_up(p.columns, kColumns)) {
-        for (const DepthBlock& block : blocks) widest = std::max(widest, block.length);
+          padded_columns(round_up(p.columns, kColumns)),
+          blocks(depth_blocks(static_cast<s64>(p.taps.size()), p.depth, padded, Micro::kDepth)) {
+        std::vector<DepthPart> parts;
+        for (const DepthBlock& block : blocks) {
+            parts.push_back(block.part);
+            widest = std::max(widest, block.part.length);
+        }
         stride = round_up(widest * Micro::kBytes + 32, 64) + 64;  // an odd number of lines: rows do not share cache sets
+        const s64 bytes = packed_bytes<Micro>(p, padded, static_cast<s64>(parts.size()));
+        weights = pack_weights<Micro>(p, w, padded, parts, threads, scratch<WeightScratch>(static_cast<size_t>(bytes)));
     }
 
     void run(int threads) {
@@ -220,15 +247,15 @@ private:
             to[static_cast<size_t>(i)] = own ? own + i * p.columns : result_of(p, pixel);
             aligned = aligned && reinterpret_cast<uintptr_t>(to[static_cast<size_t>(i)]) % 64 == 0;
         }
-        const s64 steps = blocks[0].length / Micro::kUnit;
+        const s64 steps = length / Micro::kUnit;
         const f32* factors = p.factor.values + p.result_begin * p.factor.column;
         alignas(64) s32 sums[Micro::kRows * kColumns];
         for (s64 j = 0; j < p.columns; j += kColumns) {
-            const char* B = weights + j * length * Micro::kBytes;
+            const char* B = weights.panels + j * length * Micro::kBytes;
             const __m256 low = p.factor.column ? _mm256_loadu_ps(factors + j) : _mm256_set1_ps(*factors);
             const __m256 high = p.factor.column ? _mm256_loadu_ps(factors + j + 8) : low;
             for (s64 i = 0; i < count; i += Micro::kRows) {
-                multiply_block<Micro>(A + i * stride, stride, 4, B, steps, starts + j, sums, kColumns, false);
+                multiply_block<Micro>(A + i * stride, stride, 4, B, steps, weights.start(0, j), sums, kColumns, false);
                 write_floats(sums, std::min<s64>(Micro::kRows, count - i), to.data() + i, j, low, high, aligned);
             }
         }
@@ -241,19 +268,20 @@ private:
     void run_block(s64 first, s64 count) {
         const s64 padded_rows = round_up(count, Micro::kRows);
         const s64 a_bytes = padded_rows * stride + 64;  // stride is a multiple of 64
-        const bool deep = length > kInt32Depth;
+        const bool deep = static_cast<s64>(p.taps.size()) * p.depth > kInt32Depth;
         char* A = scratch<BlockScratch>(static_cast<size_t>(a_bytes + padded_rows * padded_columns * 4));
         s32* C = reinterpret_cast<s32*>(A + a_bytes);
         std::vector<s64> wide(deep ? static_cast<size_t>(count * padded_columns) : 0, 0);
-        s64 summed = 0;  // depth that C holds since it was last emptied
-        for (const DepthBlock& block : blocks) {
-            if (deep && summed + block.length > kInt32Depth) {
+        s64 summed = 0;  // products in each sum of C since it was last emptied
+        for (size_t part = 0; part < blocks.size(); ++part) {
+            const s64 products = blocks[part].products();
+            if (summed + products > kInt32Depth) {
                 widen(C, count, wide);
                 summed = 0;
             }
-            gather(block, first, count, A);
-            multiply(block, A, padded_rows, C, summed > 0);
-            summed += block.length;
+            gather(blocks[part], first, count, A);
+            multiply(static_cast<s64>(part), A, padded_rows, C, summed > 0);
+            summed += products;
         }
         if (deep) widen(C, count, wide);
         Pixel pixel = pixel_of(first, p.grid);
@@ -279,13 +307,12 @@ private:
         }
     }
 
-    void multiply(const DepthBlock& block, const char* A, s64 padded_rows, s32* C, bool accumulate) const {
-        static const s32 none[kColumns] = {};
+    void multiply(s64 part, const char* A, s64 padded_rows, s32* C, bool accumulate) const {
+        const DepthPart& depth = blocks[static_cast<size_t>(part)].part;
         for (s64 j = 0; j < padded_columns; j += kColumns) {
-            const char* B = weights + (j * length + block.start * kColumns) * Micro::kBytes;
-            const s32* begin = block.start == 0 ? starts + j : none;
+            const char* B = weights.panels + (j * length + depth.start * kColumns) * Micro::kBytes;
             for (s64 i = 0; i < padded_rows; i += Micro::kRows)
-                multiply_block<Micro>(A + i * stride, stride, 4, B, block.length / Micro::kUnit, begin,
+                multiply_block<Micro>(A + i * stride, stride, 4, B, depth.length / Micro::kUnit, weights.start(part, j),
                                       C + i * padded_columns + j, padded_columns, accumulate);
         }
     }
@@ -295,18 +322,16 @@ private:
     }
 
     const Product& p;
-    const char* weights;
-    const s32* starts;
-    std::vector<DepthBlock> blocks;
-    s64 length, rows, padded_columns, widest = 0, stride = 0;
+    const s64 padded, length, rows, padded_columns;  // of a tap's channels, of all taps' together; of the result
+    const std::vector<DepthBlock> blocks;
+    PackedWeights weights{};
+    s64 widest = 0, stride = 0;
 };
 
 template <class Micro>
 void run_product(const Product& p, const Weights& w, int threads) {
     if (p.taps.empty() || p.batch * p.grid_pixels() == 0) return;
-    const s64 padded = round_up(p.depth, Micro::kUnit);
-    char* packed = scratch<WeightScratch>(static_cast<size_t>(packed_bytes<Micro>(p, padded)));
-    Runner<Micro>(p, pack_weights<Micro>(p, w, padded, threads, packed), padded).run(threads);
+    Runner<Micro>(p, w, threads).run(threads);
 }
 
 template <class Micro>

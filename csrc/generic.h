@@ -22,8 +22,11 @@ void absmax_outer(const Rows&, const f32* x, f32* per_outer, int threads);
 void moments(const Rows&, const f32* x, f32* peak, f64* sum, f64* squares, int threads);
 // Per channel, how many |x| exceed the threshold.
 void tail_count(const Rows&, const f32* x, PerScale threshold, s64* counts, int threads);
-// For each clip a row (x·q, q·q, x·x) with q rounded to nearest.
-void cosine_terms(const Rows&, const f32* x, const f32* clips, s64 count, f64* terms, int threads);
+// For each candidate the sums x·q, q·q and x·x of each channel, terms[candidate][3][channel]: with q rounded to nearest, or,
+// `stochastic`, as expected of a q that is rounded stochastically.
+void channel_cosine_terms(const Rows&, const f32* x, CandidateClips, bool stochastic, f64* terms, int threads);
+// The same summed over the channels, terms[candidate][3].
+void cosine_terms(const Rows&, const f32* x, CandidateClips, bool stochastic, f64* terms, int threads);
 // (x·q, q·q, x·x, x·d, q·d) for one clip: the slope of the cosine (ops/statistics.py, cosine_slope_terms).
 void cosine_slope_terms(const Rows&, const f32* x, f32 clip, f64* terms, int threads);
 // (x·x̂, x̂·x̂, x·x) with x̂ = q * scale in float64.

@@ -2,7 +2,6 @@
 #include "ledger.h"
 
 #include <cmath>
-#include <cstring>
 
 namespace byteback {
 
@@ -19,17 +18,6 @@ std::array<u32, 2> noise_key(u64 seed, u64 count, u32 layer, u32 rank) {
         k1 += 0xBB67AE85u;
     }
     return {c0, c1};
-}
-
-u64 fingerprint(const f32* values, s64 count) {
-    constexpr s64 kSamples = 64;
-    u64 hash = 1469598103934665603ull;  // FNV-1a over words
-    for (s64 i = 0; i < kSamples; ++i) {
-        u32 bits;
-        std::memcpy(&bits, values + i * (count - 1) / (kSamples - 1), sizeof(bits));
-        hash = (hash ^ bits) * 1099511628211ull;
-    }
-    return hash;
 }
 
 namespace {

@@ -12,9 +12,6 @@ namespace byteback {
 // Philox 4x32-10 of (seed; count, layer, rank): the first two words.
 std::array<u32, 2> noise_key(u64 seed, u64 count, u32 layer, u32 rank);
 
-// A hash of 64 of `count` floats, spread evenly: does a tensor still hold what it held?
-u64 fingerprint(const f32* values, s64 count);
-
 struct LedgerRows {  // one call slot of a quantizer's buffers; null where nothing is to be written
     f32 *clip, *initialized;
     s64* updated_at;

@@ -15,6 +15,9 @@ f32 magnitude(f32 end, const NormInput& in) {
     return std::fabs(end);
 }
 
+// Each of the three operations is rounded once: sqrt is an instruction (or libm's, which is as exact).
+f64 inverse_deviation(f64 var, f64 eps) { return 1.0 / std::sqrt(var + eps); }
+
 // The larger one; NaN if either is.
 f32 larger(f32 a, f32 b) { return a != a || a > b ? a : b; }
 
@@ -34,7 +37,7 @@ void norm_coefficients(const NormInput& in, const NormOutput& out) {
             in.running_mean[c] = in.running_mean[c] * keep + seen * take;
             in.running_var[c] = in.running_var[c] * keep + static_cast<f32>(var * unbiased) * take;
         }
-        const f64 invstd = 1.0 / std::sqrt(var + in.eps);
+        const f64 invstd = inverse_deviation(var, in.eps);
         const f32 a = static_cast<f32>(in.gamma ? static_cast<f64>(in.gamma[c]) * invstd : invstd);
         const f64 shift = mean * static_cast<f64>(a);
         const f32 b = static_cast<f32>(in.beta ? static_cast<f64>(in.beta[c]) - shift : -shift);
@@ -60,12 +63,16 @@ void norm_folded(const GivenNorm& in, f32* to_a, f32* to_b) {
     for (s64 c = 0; c < in.channels; ++c) {
         const f64 bias = in.bias ? static_cast<f64>(in.bias[c]) : 0.0, given = static_cast<f64>(in.mean[c]);
         const f64 mean = in.bias ? given - bias : given;
-        const f64 invstd = 1.0 / std::sqrt(static_cast<f64>(in.var[c]) + in.eps);
+        const f64 invstd = inverse_deviation(static_cast<f64>(in.var[c]), in.eps);
         const f32 a = static_cast<f32>(in.gamma ? static_cast<f64>(in.gamma[c]) * invstd : invstd);
         const f64 shift = mean * static_cast<f64>(a);
         to_a[c] = a;
         to_b[c] = static_cast<f32>(in.beta ? static_cast<f64>(in.beta[c]) - shift : -shift);
     }
+}
+
+void norm_invstd(s64 channels, const f32* var, f64 eps, f64* invstd) {
+    for (s64 c = 0; c < channels; ++c) invstd[c] = inverse_deviation(static_cast<f64>(var[c]), eps);
 }
 
 void norm_gradient(const NormSums& in, const NormGradient& out) {

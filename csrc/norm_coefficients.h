@@ -38,6 +38,9 @@ struct GivenNorm {
 
 void norm_folded(const GivenNorm&, f32* a, f32* b);
 
+// 1 / sqrt(var + eps), for the backward pass of such a norm.
+void norm_invstd(s64 channels, const f32* var, f64 eps, f64* invstd);
+
 struct NormSums {
     s64 channels, count;
     const f32* a;

@@ -4,9 +4,6 @@
 #ifdef BYTEBACK_AVX2
 #include "avx2.h"
 #endif
-#ifdef BYTEBACK_AVX512VNNI
-#include "avx512vnni.h"
-#endif
 
 namespace byteback {
 #ifdef BYTEBACK_AVX2
@@ -39,7 +36,7 @@ Plan make_plan(const ConvShape& shape, ProductKind kind, Path path) {
                 shape.kernel[0] == 1 ? "3x3 with stride 1: Winograd F(4x4,3x3) needs a quarter of the multiplications"
                                      : "3x3 in space with stride 1: Winograd F(4x4,3x3), summed over the time taps"};
 #ifdef BYTEBACK_AVX512VNNI
-    if (path == Path::avx512vnni && avx512vnni::gemm_fits(shape))
+    if (path == Path::avx512vnni)
         return {Algorithm::gemm_vnni, false, "implicit GEMM; u8·s8 multiplies, with an offset of 128 that is taken off again"};
 #endif
     if (kind == ProductKind::grad_input)

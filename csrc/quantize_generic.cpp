@@ -4,6 +4,7 @@
 // A float64 sum of a channel adds the rows of each block of 64 one after the other, then the blocks as a halving tree
 // (block i with block i + n/2, n a power of two, missing blocks are 0). A sum over the tensor adds the channels by the same
 // tree. So everything here is made of blocks: `per_block` folds each, and the callers join them.
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -91,6 +92,18 @@ f64 tensor_sum(const Rows& rows, int threads, const Product& product) {
 // x rounded to nearest under a clip, as a float: -0 and NaN stay what they are.
 f32 nearest(f32 x, f32 clip) { return is_live(clip) ? std::nearbyint(clamped(x * inverse_scale(clip))) : 0.0f; }
 
+// |x| in steps of a clip, before it is rounded.
+f32 scaled_size(f32 x, f32 clip) {
+    const f32 y = std::fabs(x) * inverse_scale(clip);
+    return !is_live(clip) ? 0.0f : y > kLimit ? kLimit : y;
+}
+
+// E[q²] of stochastic rounding: y = n + f becomes n + 1 with probability f, so it is n² + f (2n + 1), which float64 holds.
+f64 expected_square(f64 y) {
+    const f64 n = std::floor(y);
+    return n * n + (y - n) * (2.0 * n + 1.0);
+}
+
 }  // namespace
 
 Report quantize(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* q, int threads) {
@@ -151,19 +164,38 @@ void tail_count(const Rows& rows, const f32* x, PerScale threshold, s64* counts,
     for (size_t i = 0; i < blocks.size(); ++i) counts[i % rows.channels] += blocks[i];
 }
 
-void cosine_terms(const Rows& rows, const f32* x, const f32* clips, s64 count, f64* terms, int threads) {
+void channel_cosine_terms(const Rows& rows, const f32* x, CandidateClips clips, bool stochastic, f64* terms, int threads) {
+    const s64 C = rows.channels;
     const auto value = [&](const Place& at) { return f64{x[at.offset(rows)]}; };
-    const f64 square = tensor_sum(rows, threads, [&](const Place& at) { return value(at) * value(at); });
-    for (s64 k = 0; k < count; ++k, terms += 3) {
-        const auto q = [&](const Place& at) { return f64{nearest(x[at.offset(rows)], clips[k])}; };
-        terms[0] = tensor_sum(rows, threads, [&](const Place& at) { return value(at) * q(at); });
-        terms[1] = tensor_sum(rows, threads, [&](const Place& at) { return q(at) * q(at); });  // of integers: exact
-        terms[2] = square;
+    const auto put = [&](s64 k, s64 term, const std::vector<f64>& sums) {
+        std::copy(sums.begin(), sums.end(), terms + (k * 3 + term) * C);
+    };
+    const auto squares = channel_sums(rows, threads, [&](const Place& at) { return value(at) * value(at); });
+    for (s64 k = 0; k < clips.count; ++k) {
+        const auto clip = [&](const Place& at) { return clips.at(k, at.c, C); };
+        put(k, 2, squares);
+        if (!stochastic) {
+            const auto q = [&](const Place& at) { return f64{nearest(x[at.offset(rows)], clip(at))}; };
+            put(k, 0, channel_sums(rows, threads, [&](const Place& at) { return value(at) * q(at); }));
+            put(k, 1, channel_sums(rows, threads, [&](const Place& at) { return q(at) * q(at); }));  // of integers: exact
+            continue;
+        }
+        const auto size = [&](const Place& at) { return f64{scaled_size(x[at.offset(rows)], clip(at))}; };
+        put(k, 0, channel_sums(rows, threads, [&](const Place& at) { return std::fabs(value(at)) * size(at); }));
+        put(k, 1, channel_sums(rows, threads, [&](const Place& at) { return expected_square(size(at)); }));
     }
 }
 
+void cosine_terms(const Rows& rows, const f32* x, CandidateClips clips, bool stochastic, f64* terms, int threads) {
+    const s64 C = rows.channels;
+    std::vector<f64> sums(static_cast<size_t>(clips.count * 3 * C));
+    channel_cosine_terms(rows, x, clips, stochastic, sums.data(), threads);
+    for (s64 i = 0; i < clips.count * 3; ++i)
+        terms[i] = tree({sums.begin() + i * C, sums.begin() + (i + 1) * C}, C, 1)[0];
+}
+
 void cosine_slope_terms(const Rows& rows, const f32* x, f32 clip, f64* terms, int threads) {
-    cosine_terms(rows, x, &clip, 1, terms, threads);
+    cosine_terms(rows, x, {&clip, 1, false}, false, terms, threads);
     terms[3] = terms[4] = 0.0;
     if (!is_live(clip)) return;
     const auto beyond = [&](const Place& at) { return std::fabs(x[at.offset(rows)]) > clip; };

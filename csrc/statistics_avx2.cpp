@@ -92,47 +92,89 @@ struct Moments {
     }
 };
 
-// x·q for each of `count` live clips and, `with_square`, x·x behind them.
+// x·q and q·q for each of `count` candidates and, `with_square`, x·x behind them: [k][x·q, q·q], x·x.
+template <bool stochastic>
 struct Cosine {
-    using Aside = f64;  // q·q of each clip, in four lanes
-    static constexpr int vectors = 2;
-    const f32* clips;
-    s64 count;
+    using Aside = f64;
+    static constexpr int vectors = stochastic ? 1 : 2;
+    const f32* inverse;  // [k][channels, rounded up to whole vectors]: 127 / clip, 0 for a clip that counts as 0
+    s64 stride, count;
     bool with_square;
 
-    s64 sums() const { return count + with_square; }
+    s64 sums() const { return 2 * count + with_square; }
 
     template <int V, class Lanes>
-    void columns(const Piece& piece, s64 c, Lanes lanes, f64* acc, s64 padded, f64* aside) const {
-        // The piece stays in the first cache, so every clip may read it anew.
+    void columns(const Piece& piece, s64 c, Lanes lanes, f64* acc, s64 padded, f64*) const {
+        // The piece stays in the first cache, so every candidate may read it anew.
+        if (with_square) square<V>(piece, c, lanes, acc + 2 * count * padded);
         for (s64 k = 0; k < count; ++k) {
-            f64* dot = acc + k * padded;
-            if (k == 0 && with_square)
-                one_clip<V, true>(piece, c, lanes, clips[k], dot, acc + count * padded, aside);
+            const f32* own = inverse + k * stride + piece.channel + c;
+            if constexpr (stochastic)
+                expected<V>(piece, c, lanes, own, acc + 2 * k * padded, acc + (2 * k + 1) * padded);
             else
-                one_clip<V, false>(piece, c, lanes, clips[k], dot, dot, aside + 4 * k);
+                rounded<V>(piece, c, lanes, own, acc + 2 * k * padded, acc + (2 * k + 1) * padded);
         }
     }
 
-    template <int V, bool square, class Lanes>
-    static void one_clip(const Piece& piece, s64 c, Lanes lanes, f32 clip, f64* dot_acc, f64* square_acc, f64* aside) {
-        const __m256 inverse = _mm256_set1_ps(inverse_scale(clip));
-        Sums<V> dot(dot_acc), squares(square_acc);
-        __m256 integers[V] = {};
+private:
+    template <int V, class Lanes>
+    static void square(const Piece& piece, s64 c, Lanes lanes, f64* acc) {
+        Sums<V> squares(acc);
         for (s64 row = 0; row < piece.rows; ++row) {
             const f32* from = piece.x + row * piece.x_stride + c;
-            if (square) piece.fetch_ahead(c, row);
+            piece.fetch_ahead(c, row);
             for (int v = 0; v < V; ++v) {
-                const __m256 x = lanes.load(from + 8 * v), q = nearest(_mm256_mul_ps(x, inverse));
-                const Wide wide = lanes.wide(from + 8 * v, x);
-                dot.add_product(v, wide, widen(q));
-                integers[v] = _mm256_fmadd_ps(q, q, integers[v]);
-                if (square) squares.add_product(v, wide, wide);
+                const Wide wide = lanes.wide(from + 8 * v, lanes.load(from + 8 * v));
+                squares.add_product(v, wide, wide);
             }
         }
-        dot.save(dot_acc);
-        if (square) squares.save(square_acc);
-        for (int v = 0; v < V; ++v) add_integers(aside, integers[v]);
+        squares.save(acc);
+    }
+
+    // A clip that counts as 0 makes +0 of everything, also of NaN.
+    static __m256 live(__m256 y, __m256 rate) { return _mm256_and_ps(y, _mm256_cmp_ps(rate, _mm256_setzero_ps(), _CMP_NEQ_OQ)); }
+
+    template <int V, class Lanes>
+    static void rounded(const Piece& piece, s64 c, Lanes lanes, const f32* own, f64* dot_acc, f64* integer_acc) {
+        Sums<V> dot(dot_acc), all(integer_acc);
+        // q·q of up to 64 rows fits the integers of float32 (64 * 127² < 2^24), so it may be summed there first.
+        __m256 integers[V] = {}, rate[V];
+        for (int v = 0; v < V; ++v) rate[v] = _mm256_loadu_ps(own + 8 * v);
+        for (s64 row = 0; row < piece.rows; ++row) {
+            const f32* from = piece.x + row * piece.x_stride + c;
+            for (int v = 0; v < V; ++v) {
+                const __m256 x = lanes.load(from + 8 * v), q = live(nearest(_mm256_mul_ps(x, rate[v])), rate[v]);
+                dot.add_product(v, lanes.wide(from + 8 * v, x), widen(q));
+                integers[v] = _mm256_fmadd_ps(q, q, integers[v]);
+            }
+        }
+        for (int v = 0; v < V; ++v) all.add(v, widen(integers[v]));
+        dot.save(dot_acc), all.save(integer_acc);
+    }
+
+    template <int V, class Lanes>
+    static void expected(const Piece& piece, s64 c, Lanes lanes, const f32* own, f64* dot_acc, f64* square_acc) {
+        Sums<V> dot(dot_acc), squares(square_acc);
+        __m256 rate[V];
+        for (int v = 0; v < V; ++v) rate[v] = _mm256_loadu_ps(own + 8 * v);
+        const __m256 most = _mm256_set1_ps(kMax), sign = _mm256_set1_ps(-0.0f);
+        for (s64 row = 0; row < piece.rows; ++row) {
+            const f32* from = piece.x + row * piece.x_stride + c;
+            for (int v = 0; v < V; ++v) {
+                const __m256 size = _mm256_andnot_ps(sign, lanes.load(from + 8 * v));
+                // min returns its second operand if one is NaN
+                const Wide y = widen(live(_mm256_min_ps(most, _mm256_mul_ps(size, rate[v])), rate[v]));
+                dot.add_product(v, widen(size), y);
+                squares.add(v, {expected_square(y.low), expected_square(y.high)});
+            }
+        }
+        dot.save(dot_acc), squares.save(square_acc);
+    }
+
+    // n² + f (2n + 1) for y = n + f: both steps are exact.
+    static __m256d expected_square(__m256d y) {
+        const __m256d n = _mm256_floor_pd(y), one = _mm256_set1_pd(1.0);
+        return _mm256_fmadd_pd(_mm256_sub_pd(y, n), _mm256_fmadd_pd(_mm256_set1_pd(2.0), n, one), _mm256_mul_pd(n, n));
     }
 };
 
@@ -254,26 +296,37 @@ void moments(const Rows& given, const f32* x, f32* peak, f64* sum, f64* squares,
     std::memcpy(squares, totals.data() + C, C * sizeof(f64));
 }
 
-void cosine_terms(const Rows& given, const f32* x, const f32* clips, s64 count, f64* terms, int threads) {
-    for (s64 k = 0; k < count; ++k)
-        if (!is_live(clips[k])) return generic::cosine_terms(given, x, clips, count, terms, threads);
-    constexpr s64 kTogether = 8;  // clips per pass: bounds the scratch memory, and beyond a few a pass is all arithmetic
+void channel_cosine_terms(const Rows& given, const f32* x, CandidateClips clips, bool stochastic, f64* terms, int threads) {
+    constexpr s64 kTogether = 8;  // candidates per pass: bounds the scratch memory, and beyond a few a pass is all arithmetic
     const Source source{merged(given), x, nullptr, {nullptr, 0, 0}};
-    const s64 C = source.rows.channels;
-    f64 square = 0.0;
-    for (s64 first = 0; first < count; first += kTogether) {
-        const s64 some = count - first < kTogether ? count - first : kTogether;
-        const Cosine cosine{clips + first, some, first == 0};
-        std::vector<f64> integers(4 * some, 0.0);
-        const auto totals = ordered_sums(source, cosine, threads, integers, add_to);
-        if (first == 0) square = tree(totals.data() + some * C, C);
+    const s64 C = source.rows.channels, stride = round_up(C, 16) + 16;
+    std::vector<f32> inverse(kTogether * stride, 0.0f);
+    std::vector<f64> nothing;
+    for (s64 first = 0; first < clips.count; first += kTogether) {
+        const s64 some = clips.count - first < kTogether ? clips.count - first : kTogether;
+        for (s64 k = 0; k < some; ++k)
+            for (s64 c = 0; c < C; ++c) {
+                const f32 clip = clips.at(first + k, c, C);
+                inverse[k * stride + c] = is_live(clip) ? inverse_scale(clip) : 0.0f;
+            }
+        const bool square = first == 0;
+        const auto totals =
+            stochastic ? ordered_sums(source, Cosine<true>{inverse.data(), stride, some, square}, threads, nothing, add_to)
+                       : ordered_sums(source, Cosine<false>{inverse.data(), stride, some, square}, threads, nothing, add_to);
+        if (square) std::memcpy(terms + 2 * C, totals.data() + 2 * some * C, C * sizeof(f64));
         for (s64 k = 0; k < some; ++k) {
-            f64* row = terms + (first + k) * 3;
-            row[0] = tree(totals.data() + k * C, C);
-            row[1] = lanes_of(integers.data() + 4 * k);
-            row[2] = square;
+            f64* own = terms + (first + k) * 3 * C;
+            std::memcpy(own, totals.data() + 2 * k * C, 2 * C * sizeof(f64));
+            if (first + k) std::memcpy(own + 2 * C, terms + 2 * C, C * sizeof(f64));
         }
     }
+}
+
+void cosine_terms(const Rows& rows, const f32* x, CandidateClips clips, bool stochastic, f64* terms, int threads) {
+    const s64 C = rows.channels;
+    std::vector<f64> sums(clips.count * 3 * C, 0.0);
+    channel_cosine_terms(rows, x, clips, stochastic, sums.data(), threads);
+    for (s64 i = 0; i < clips.count * 3; ++i) terms[i] = tree(sums.data() + i * C, C);
 }
 
 void cosine_slope_terms(const Rows& given, const f32* x, f32 clip, f64* terms, int threads) {

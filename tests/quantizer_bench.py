@@ -33,7 +33,8 @@ class Bench(NamedTuple):
 
 
 def bench(rule=None, channels=1, tracks=True, **options):
-    return Bench(Quantizer(channels, tracks), settings(rule, **options), torch.tensor(0))
+    entries = (rule or TensorRule()).clip.entries(channels)
+    return Bench(Quantizer(entries, tracks), settings(rule, **options), torch.tensor(0))
 
 
 def state(quantizer):

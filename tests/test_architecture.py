@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The house has floors, and dependencies point down only.
 
-    cli → report_page → train, bench → fuse, bind, convert, lr_scaling, report, memory, export → nn → recipes → quantize → ops
+    cli → report_page → train, bench → fuse, bind, convert, serving, lr_scaling, report, memory, export
+        → nn → recipes → quantize → ops
 
-`tables`, `near`, `models`, `torchvision_compat` and `detection_ops` are leaves: every floor may use them, they use none (models
-may use near and torchvision_compat, and that detection_ops). Every import statement of src/byteback is read with ast; an
-offence is named as file:line.
+`tables`, `near`, `addresses`, `models`, `torchvision_compat` and `detection_ops` are leaves: every floor may use them, they use
+none (models may use near and torchvision_compat, that detection_ops, and that addresses). Every import statement of
+src/byteback is read with ast; an offence is named as file:line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FLOORS = {
     "quantize": 1,
     "recipes": 2,
     "nn": 3,
-    **dict.fromkeys(("fuse", "bind", "convert", "lr_scaling", "report", "memory", "export"), 4),
+    **dict.fromkeys(("fuse", "bind", "convert", "serving", "lr_scaling", "report", "memory", "export"), 4),
     "__init__": 5,  # the public names show floors 0 to 4; the trainer and the command line are users of them
     **dict.fromkeys(("train", "bench"), 6),
     "report_page": 7,
@@ -38,12 +39,13 @@ FLOORS = {
 LEAVES: dict[str, set[str]] = {
     "tables": set(),
     "near": set(),
-    "detection_ops": set(),
+    "addresses": set(),
+    "detection_ops": {"addresses"},
     "torchvision_compat": {"detection_ops"},
     "models": {"near", "torchvision_compat"},
 }
 # Rooms of floor 4 may use each other downwards in this order only, or two of them could need each other.
-FOURTH_FLOOR = ["fuse", "bind", "convert", "lr_scaling", "report", "memory", "export"]
+FOURTH_FLOOR = ["fuse", "bind", "convert", "serving", "lr_scaling", "report", "memory", "export"]
 CORE_MAY_IMPORT = {"byteback", "torch", "numpy", *sys.stdlib_module_names}
 # Optional, so only inside the function that needs it.
 LAZY = {"tables": {"rich"}, "torchvision_compat": {"torchvision"}, "models": {"torchvision"}}

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import warnings
 from pathlib import Path
 
@@ -15,8 +12,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import byteback
-from byteback import lr_scaling
 from fixed_factor import network, weights
+from two_ranks import run_ranks
 
 
 def step_of(model: nn.Module, optimizer: Optimizer, scale: float = 1.0) -> None:
@@ -91,9 +88,6 @@ def test_raise_names_layer_and_role() -> None:
         (model(torch.randn(2, 2, 6, 6)).square().mean() * float("nan")).backward()
 
 
-# A script and not torch.multiprocessing: pytest imports this file in a way that a spawned process could not repeat. It ends by
-# os._exit: gloo's threads may still let go of tensors while the interpreter shuts down, and then abort it, once in hundreds of
-# runs (pytorch/pytorch#179291); what is tested here has been printed by then.
 RANK = """
     import os, sys, warnings, torch, byteback
     import torch.distributed as dist
@@ -129,24 +123,5 @@ RANK = """
 
 def test_ranks_skip_together_and_draw_their_own_noise(tmp_path: Path) -> None:
     """Same weights, same images, and NaN on rank 1 only: both drop that step, and their gradients differ by noise alone."""
-    if not torch.distributed.is_available():
-        pytest.skip("this build of torch has no torch.distributed")
-    source = str(Path(lr_scaling.__file__).parents[1])
-    header = f"import sys\nsys.path.insert(0, {source!r})\n"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", header + textwrap.dedent(RANK), str(rank), str(tmp_path / "meeting")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=300)
-            assert process.returncode == 0, f"rank {rank}: {err}"
-            assert out.splitlines() == ["noise own close", "moved [True, False, True] skipped 1"], f"rank {rank}"
-    finally:
-        for process in ranks:
-            process.kill()
+    for rank, output in enumerate(run_ranks(RANK, tmp_path)):
+        assert output.splitlines() == ["noise own close", "moved [True, False, True] skipped 1"], f"rank {rank}"

@@ -77,8 +77,11 @@ def test_the_model_is_left_as_it_was(training: bool) -> None:
             if measured:
                 grads = [parameter.grad for parameter in model.parameters()]
                 state = {name: value.clone() for name, value in model.state_dict().items()}
+                measured_yet = [module.unshared.clone() for module in model.modules() if hasattr(module, "unshared")]
                 random = torch.get_rng_state()
                 byteback.memory(model, images)
+                unshared = [module.unshared for module in model.modules() if hasattr(module, "unshared")]
+                assert all(torch.equal(a, b) for a, b in zip(unshared, measured_yet, strict=True))
                 assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
                 assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
                 assert torch.equal(torch.get_rng_state(), random)

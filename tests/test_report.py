@@ -13,6 +13,7 @@ from torch import nn
 
 import byteback
 from byteback import models
+from byteback.ops.exponential import exponential
 from byteback.report import Health, Summary
 
 RECIPES = ["plain-int8", "unified-int8", "distribution-adaptive-int8"]
@@ -160,7 +161,7 @@ def test_health_reports_phi_of_the_deviation_for_the_unified_recipe() -> None:
     rows = {(row.layer, row.role): row for row in byteback.health(model)}
     for (_, role), row in rows.items():
         if role == "grad_output":
-            assert row.learning_rate_factor == max(math.exp(-20.0 * row.deviation), 0.1)
+            assert row.learning_rate_factor == max(exponential(-20.0 * row.deviation), 0.1)
         else:
             assert row.learning_rate_factor is None
     assert rows["layer2.0.conv1", "grad_output"].learning_rate_factor == pytest.approx(0.3679, abs=1e-4)

@@ -23,6 +23,7 @@ from byteback.recipes import (
     UnifiedInt8,
 )
 from byteback.report import Health, LayerSummary, RoleHealth, Summary, health, summary
+from byteback.serving import freeze, unfreeze
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,8 @@ __all__ = [
     "restore",
     "enabled",
     "float_state_dict",
+    "freeze",
+    "unfreeze",
     "scale_learning_rates",
     "summary",
     "health",

@@ -18,6 +18,7 @@ from byteback.nn.begin import BoundBlock
 from byteback.nn.conv import FUSED_CLASSES
 from byteback.nn.frozen import bind_frozen
 from byteback.nn.pending import BlockPlan
+from byteback.nn.subclass import clash
 from byteback.recipes import Recipe
 
 BLOCK_REASON = "byteback_block_reason"
@@ -33,12 +34,15 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
         bound = BoundBlock(_plan_of(block, recipe), tuple(inner))
         if isinstance(conv, Int8Layer):
             conv.int8_block = bound  # type: ignore[assignment]
-        elif type(conv) in FUSED_CLASSES:
-            conv.__class__ = FUSED_CLASSES[type(conv)]
-            conv.attach(recipe, name, bound)
-        else:
+        elif type(conv) not in FUSED_CLASSES:
             setattr(conv, BLOCK_REASON, f"a float {type(conv).__name__} of its own class")
             continue
+        elif taken := clash(conv, FUSED_CLASSES[type(conv)]):
+            setattr(conv, BLOCK_REASON, f"a float {type(conv).__name__} with a {taken!r} of its own, a name that blocks need")
+            continue
+        else:
+            conv.__class__ = FUSED_CLASSES[type(conv)]
+            conv.attach(recipe, name, bound)
         if block.norm is not None:
             bind_frozen(modules[block.norm])
         setattr(conv, BLOCK_TEXT, describe(block))

@@ -20,17 +20,16 @@ from byteback.bind import BLOCK_REASON, BLOCK_TEXT, bind_blocks
 from byteback.fuse import find_blocks
 from byteback.fuse.tracing import CONVOLUTIONS, graph_of
 from byteback.nn import FusedConvolution, Int8Layer
+from byteback.nn.calls import SHARED, Shared
 from byteback.nn.frozen import FusedNorm
-from byteback.nn.layer import OWN_ATTRIBUTES, SHARED, Shared, begin_forward, end_forward, weight_number
-from byteback.nn.subclass import INT8_CLASSES, int8_class
+from byteback.nn.layer import weight_number
+from byteback.nn.model_hooks import begin_forward, end_forward
+from byteback.nn.subclass import INT8_CLASSES, clash, int8_class
+from byteback.nn.undo import Watch, unwatch
+from byteback.nn.weights import unwatch_loading
 from byteback.recipes import Recipe, resolve
 
 FLOAT_REASON = "byteback_float_reason"
-# Attributes and methods that Int8Layer adds to a torch layer.
-OWN_NAMES = (
-    *(*OWN_ATTRIBUTES, "quantizers", "attach", "detach", "channels", "geometry", "runs_int8", "run", "rank"),
-    *("next_slot", "backward_slot", "check_dtypes", "learning_rate_factor", "watch_for_hook", "int8_block"),
-)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -79,6 +78,7 @@ def prepare(
     if plan is not None:
         bind_blocks(model, plan, recipe)
     setattr(model, SHARED, shared)
+    Watch(model)
     model.register_forward_pre_hook(begin_forward)
     model.register_forward_hook(end_forward, always_call=True)
     return model
@@ -107,6 +107,8 @@ def restore(model: nn.Module) -> nn.Module:
         module.__dict__.pop(BLOCK_REASON, None)
         module.__dict__.pop(BLOCK_TEXT, None)
         module.__dict__.pop(SHARED, None)
+        unwatch_loading(module)
+        unwatch(module)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for handle, hook in list(hooks.items()):
                 if hook in (begin_forward, end_forward):
@@ -193,19 +195,15 @@ def _why_float(module: nn.Module, recipe: Recipe) -> str | None:
         return "its forward was replaced on this very object, so it would not run in int8"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "its owner reads the weight itself and never calls it"
-    clash = next((name for name in OWN_NAMES if name in module.__dict__ or _defined_by_user(type(module), base, name)), None)
-    if clash:
-        return f"it has a {clash!r} of its own, a name that int8 layers need"
+    taken = clash(module, INT8_CLASSES[base])
+    if taken:
+        return f"it has a {taken!r} of its own, a name that int8 layers need"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) or "weight" not in module._parameters:
         return f"its weight is not a plain parameter ({type(module).__name__}: lazy, or computed by a hook)"
     dtype = module.weight.dtype
     if dtype != torch.float32:
         return f"its weight is {dtype}, and master weights are float32"
     return None
-
-
-def _defined_by_user(cls: type[nn.Module], base: type[nn.Module], name: str) -> bool:
-    return any(name in vars(parent) for parent in cls.__mro__[: cls.__mro__.index(base)])
 
 
 def _torch_class(cls: type[nn.Module]) -> type[nn.Module]:

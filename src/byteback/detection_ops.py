@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from byteback.addresses import CPU, flat, last, same_device
+
 try:
     _library: ModuleType | None = importlib.import_module("byteback._native")
 except ImportError:
@@ -34,12 +36,13 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
             f"torchvision::nms: boxes have shape {tuple(dets.shape)} and scores {tuple(scores.shape)}; "
             "every box (x1, y1, x2, y2) needs one score. Pass boxes [N, 4] and scores [N]."
         )
+    same_device("torchvision::nms", (dets, scores))
     order = scores.argsort(descending=True, stable=True)
     boxes = dets.detach()[order].contiguous()
     if _library is None or not _is_native(boxes):
         return order[_plain_nms(boxes, iou_threshold)]
-    kept = torch.empty(len(boxes), dtype=torch.bool, device="cpu")
-    _library.nms(len(boxes), boxes.data_ptr(), iou_threshold, kept.data_ptr())
+    kept, count = torch.empty(len(boxes), dtype=torch.bool, device=CPU), len(boxes)
+    _library.nms(count, flat(boxes, torch.float32, 4 * count), iou_threshold, flat(kept, torch.bool, count))
     return order[kept]
 
 
@@ -52,6 +55,7 @@ def roi_align(
             f"torchvision::roi_align: the map has shape {tuple(input.shape)} and the boxes {tuple(rois.shape)}. Pass a map "
             "[N, C, H, W] and boxes [K, 5], each (image, x1, y1, x2, y2)."
         )
+    same_device("torchvision::roi_align", (input, rois))
     if not _is_native(input, rois) or input.numel() == 0:
         return _plain_roi_align(input, rois, spatial_scale, height, width, sampling_ratio, aligned)
     if len(rois) and not (rois[:, 0].min() >= 0 and rois[:, 0].max() < len(input)):
@@ -72,7 +76,7 @@ class _RoiAlign(torch.autograd.Function):
     ) -> Tensor:
         rois = rois.contiguous()
         N, C, H, W = input.shape
-        output = torch.empty((len(rois), C, *bins), dtype=torch.float32, device="cpu", memory_format=torch.channels_last)
+        output = torch.empty((len(rois), C, *bins), dtype=torch.float32, device=CPU, memory_format=torch.channels_last)
         ctx.save_for_backward(rois)
         ctx.call = ((N, H, W, C, len(rois), *bins, samples), scale, aligned)
         _run("roi_align", ctx.call, input, rois, output)
@@ -83,7 +87,7 @@ class _RoiAlign(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (rois,) = ctx.saved_tensors
         N, H, W, C, *_ = ctx.call[0]
-        grad_input = torch.empty((N, C, H, W), dtype=torch.float32, device="cpu", memory_format=torch.channels_last)
+        grad_input = torch.empty((N, C, H, W), dtype=torch.float32, device=CPU, memory_format=torch.channels_last)
         _run("roi_align_grad", ctx.call, grad_output, rois, grad_input)
         return grad_input, None, None, None, None, None
 
@@ -91,7 +95,11 @@ class _RoiAlign(torch.autograd.Function):
 def _run(name: str, call: tuple[Any, float, bool], source: Tensor, rois: Tensor, target: Tensor) -> None:
     """A kernel from `source` to `target`, which lies in memory with its channels last."""
     source = source.permute(0, 2, 3, 1).contiguous()  # no copy where it is channels_last
-    getattr(_library, name)(*call, source.data_ptr(), rois.data_ptr(), target.data_ptr(), torch.get_num_threads())
+    N, H, W, C, boxes, *bins, _ = call[0]
+    sizes = (N * H * W * C, boxes * bins[0] * bins[1] * C)
+    read, written = sizes if name == "roi_align" else sizes[::-1]
+    addresses = flat(source, torch.float32, read), flat(rois, torch.float32, 5 * boxes), last(target, torch.float32, written)
+    getattr(_library, name)(*call, *addresses, torch.get_num_threads())
 
 
 def _plain_nms(boxes: Tensor, iou_threshold: float) -> Tensor:

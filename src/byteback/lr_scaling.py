@@ -8,12 +8,15 @@ as it is, and then shortened:
     after the step    w = w0 + φ · (w - w0), nothing where φ is 1
 
 Schedulers, parameter groups, foreach and fused variants and gradient accumulation never notice. The same hooks count
-iterations, and drop the gradients of a step that met NaN or Inf where the recipe says on_nonfinite="skip".
+iterations, let several ranks agree on what they measured (nn/ranks.py), and drop the gradients of a step that met NaN or Inf
+where the recipe says on_nonfinite="skip".
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -21,23 +24,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from byteback.convert import int8_layers
-from byteback.nn import Int8Layer
+from byteback.nn import Int8Layer, ranks
+from byteback.nn.undo import Watch, drop_step, end_step
+from byteback.nn.weights import refuse_training
 
 
 class LearningRateScaling:
     """The installed hooks. `factors()` tells what they do now, `skipped` how many steps were dropped."""
 
-    def __init__(self, optimizer: Optimizer, layers: dict[str, Int8Layer], model: nn.Module) -> None:
+    def __init__(self, optimizer: Optimizer, layers: dict[str, Int8Layer], model: nn.Module, process_group: Any = None) -> None:
         self.layers = layers
         self.model = model
         self.skipped = 0
+        self._optimizer = weakref.ref(optimizer)  # the optimizer holds us by its hooks; it must be free to go
+        self._process_group = process_group
         self._before: list[tuple[list[Int8Layer], Tensor, float | None]] = []
-        self._handles = [
+        self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._pre_step),
             optimizer.register_step_post_hook(self._post_step),
+            Watch(model),
         ]
         for layer in layers.values():
+            if layer.scaling is not None:
+                layer.scaling.release(layer)
             layer.hooked, layer.scaling = True, self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is connected to nothing: neither to the optimizer nor to other processes.
+        nothing: dict[str, Any] = {"_optimizer": _gone, "_process_group": None, "_before": [], "_handles": []}
+        return {**self.__dict__, **nothing}
 
     def factors(self) -> dict[str, float]:
         """The learning-rate factor of every layer."""
@@ -51,30 +66,44 @@ class LearningRateScaling:
             layer.hooked, layer.scaling = False, None
         self.layers = {}
 
-    def drop(self, layer: Int8Layer) -> None:
-        """Lets go of one layer, which turns float; with the last one the hooks go too."""
+    def release(self, layer: Int8Layer) -> None:
+        """Lets go of one layer."""
         self.layers = {name: other for name, other in self.layers.items() if other is not layer}
         layer.hooked, layer.scaling = False, None
+
+    def drop(self, layer: Int8Layer) -> None:
+        """Lets go of one layer, which turns float; with the last one the hooks go too."""
+        self.release(layer)
         if not self.layers:
             self.remove()
 
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer that has the hooks; None if it no longer exists."""
+        return self._optimizer()
+
+    @torch.no_grad()
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        for layer in self.layers.values():
+            if layer.weight.grad is not None:
+                refuse_training(layer, "the optimizer takes a step")
         closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself
         if closure is None:
-            self._skip_if_nonfinite(optimizer)
+            self._judge_gradients(optimizer)
         self._before = []
         for owners in self._by_weight():
             weight = owners[0].weight
+            if weight.grad is None and (closure is None or not weight.requires_grad):
+                continue
             # With a closure the gradients, and so the factors, come only during the step.
-            factor = None if closure is not None else 1.0 if weight.grad is None else _factor(owners)
+            factor = None if closure is not None else _factor(owners)
             if factor != 1.0:
-                self._before.append((owners, weight.detach().clone(), factor))
+                self._before.append((owners, _shard(weight).clone(), factor))
         if closure is None:
             return None
 
         def guarded() -> Any:
             loss = closure()
-            self._skip_if_nonfinite(optimizer)
+            self._judge_gradients(optimizer)
             return loss
 
         if "closure" in kwargs:
@@ -87,7 +116,7 @@ class LearningRateScaling:
         for owners, weight, known in self._before:
             factor = _factor(owners) if known is None else known
             if factor != 1.0:
-                weights.append(owners[0].weight)
+                weights.append(_shard(owners[0].weight))
                 before.append(weight)
                 factors.append(factor)
         self._before = []
@@ -97,6 +126,7 @@ class LearningRateScaling:
             torch._foreach_add_(weights, before)
         if self.layers:
             torch._foreach_add_([layer.quantizers.iteration for layer in self.layers.values()], 1)
+        end_step(self.model)
 
     def _by_weight(self) -> list[list[Int8Layer]]:
         """The layers, those that share a weight together: its step is shortened once."""
@@ -105,22 +135,16 @@ class LearningRateScaling:
             owners.setdefault(id(layer.weight), []).append(layer)
         return list(owners.values())
 
-    # ---- on_nonfinite="skip" ----
+    # ---- several ranks, and on_nonfinite="skip" ----
 
-    def _skip_if_nonfinite(self, optimizer: Optimizer) -> None:
-        skipping = [layer for layer in _int8_modules(self.model) if layer.recipe.on_nonfinite == "skip"]
-        if not skipping:
-            return
-        met = False
-        for layer in skipping:
-            count = int(layer.quantizers.nonfinite)
-            met = met or count > layer.quantizers.nonfinite_seen
-            layer.quantizers.nonfinite_seen = count
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # All ranks step or none: replicas that disagree would drift apart.
-            flag = torch.tensor(int(met), device=skipping[0].weight.device)
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-            met = bool(flag)
+    def _judge_gradients(self, optimizer: Optimizer) -> None:
+        """Once the gradients are there: ranks agree on what they measured, and drop a step that met NaN or Inf together."""
+        layers = list(dict.fromkeys(_int8_modules(self.model)))
+        if ranks.are_several(self._process_group):
+            bad = ranks.agree(layers, self._process_group)
+            met = any(layer.recipe.on_nonfinite == "skip" for layer in bad)
+        else:
+            met = ranks.met_nonfinite([layer for layer in layers if layer.recipe.on_nonfinite == "skip"])
         if met:
             self._drop_gradients(optimizer)
 
@@ -129,6 +153,7 @@ class LearningRateScaling:
         own = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for parameter in (*self.model.parameters(), *own):
             parameter.grad = None
+        drop_step(self.model)
         self.skipped += 1
         warnings.warn(
             f"byteback: NaN or Inf met while quantizing, so this step's gradients were dropped (skipped {self.skipped} so "
@@ -153,40 +178,100 @@ def _factor(owners: list[Int8Layer]) -> float:
     return min(layer.learning_rate_factor() for layer in owners)
 
 
-def scale_learning_rates(optimizer: Optimizer, model: nn.Module) -> LearningRateScaling:
+def _shard(weight: Tensor) -> Tensor:
+    """What this rank holds of a weight: all of it, or its part of a DTensor (FSDP2)."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def _gone() -> None:
+    """The reference to an optimizer that does not exist."""
+
+
+def _parameters(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
+
+
+def scale_learning_rates(optimizer: Optimizer, model: nn.Module, *, process_group: Any = None) -> LearningRateScaling:
     """Connects an optimizer with a prepared model; call it once, after both exist.
 
-    Needed by recipes with a learning-rate rule and by on_nonfinite="skip"; for the others it only counts iterations.
+    Needed by recipes with a learning-rate rule and by on_nonfinite="skip"; for the others it only counts iterations. A model
+    whose optimizer is gone can be connected to a new one. Frozen int8 layers that no optimizer holds are connected too: they
+    count its steps.
+
+    With several ranks (torch.distributed is initialized) the ranks agree on factors, clips and skipped steps in every step,
+    by two small collectives. `process_group` is the group of ranks that train this model together, each of which has to call
+    step() when the others do; default: all ranks.
+
+    >>> import byteback
+    >>> model = byteback.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), "unified-int8")
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> byteback.scale_learning_rates(optimizer, model).factors()
+    {'1': 1.0}
     """
-    inner = _unwrap(optimizer)
-    owned = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    every = int8_layers(model, "scale_learning_rates")
-    layers = {name: layer for name, layer in every.items() if id(layer.weight) in owned}
-    skips = any(layer.recipe.on_nonfinite == "skip" for layer in every.values())
-    if not layers and not skips:
+    wrappers = _unwrap(optimizer)
+    inner, every = wrappers[-1], int8_layers(model, "scale_learning_rates")
+    # ZeroRedundancyOptimizer's inner one has only the weights that this rank steps; the others come from other ranks.
+    owned = set().union(*map(_parameters, wrappers))
+    if owned.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise ValueError(
-            f"scale_learning_rates: {type(inner).__name__} holds none of this model's {len(every)} int8 weights, so it could "
-            "scale nothing. Build the optimizer from model.parameters() of this very model."
+            f"scale_learning_rates: {type(inner).__name__} holds none of this model's {len(every)} int8 weights and no other "
+            "parameter of it, so it never steps this model. Build the optimizer from model.parameters() of this very model."
         )
-    taken = next((name for name, layer in layers.items() if layer.hooked), None)
+    mine = {name: layer for name, layer in every.items() if id(layer.weight) in owned}
+    _refuse_second(inner, model, mine)
+    for old in _hooks(inner, model):
+        old.remove()  # it had nothing to scale
+    # Nobody steps a frozen weight, but its layer may pass gradients on, and then has to know when a step is over.
+    frozen = [name for name, layer in every.items() if not layer.weight.requires_grad and _optimizer_of(layer) is None]
+    layers = {name: layer for name, layer in every.items() if name in mine or name in frozen}
+    return LearningRateScaling(inner, layers, model, process_group)
+
+
+def _hooks(optimizer: Optimizer, model: nn.Module) -> list[LearningRateScaling]:
+    """The pairs of hooks that connect this optimizer with this model already."""
+    owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, LearningRateScaling) and owner.model is model]
+
+
+def _optimizer_of(layer: Int8Layer) -> Optimizer | None:
+    """The optimizer that a layer is connected to, if it still exists."""
+    return None if layer.scaling is None else layer.scaling.optimizer()
+
+
+def _refuse_second(optimizer: Optimizer, model: nn.Module, mine: dict[str, Int8Layer]) -> None:
+    """An error where an optimizer that exists steps one of the layers already."""
+    if _taken(optimizer, model, mine) is not None:
+        gc.collect()  # an optimizer that only a cycle of objects refers to is gone, too
+    taken = _taken(optimizer, model, mine)
     if taken is not None:
+        name, other = taken
+        who = "this optimizer" if other is optimizer else f"another optimizer ({type(other).__name__}), which still exists"
         raise ValueError(
-            f"scale_learning_rates: {taken!r} is connected already; a second pair of hooks would scale its steps twice. "
-            "Keep the first one, or call .remove() on it."
+            f"scale_learning_rates: {name!r} is connected already, to {who}; a second pair of hooks would count and scale its "
+            "steps twice. Keep the first one, or call .remove() on it."
         )
-    return LearningRateScaling(inner, layers, model)
 
 
-def _unwrap(optimizer: Any) -> Optimizer:
-    """The optimizer whose step() really updates the weights, below wrappers such as accelerate's."""
+def _taken(optimizer: Optimizer, model: nn.Module, mine: dict[str, Int8Layer]) -> tuple[str, Optimizer] | None:
+    """A layer that an optimizer steps already, and that optimizer."""
+    for name, layer in mine.items():
+        other = _optimizer_of(layer)
+        if other is not None and id(layer.weight) in _parameters(other):
+            return name, other
+    return next(((next(iter(old.layers)), optimizer) for old in _hooks(optimizer, model) if old.layers), None)
+
+
+def _unwrap(optimizer: Any) -> list[Any]:
+    """Wrappers such as accelerate's, from the outside in; last the optimizer whose step() really updates the weights."""
+    wrappers = [optimizer]
     for _ in range(8):
-        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None)
+        inner = getattr(wrappers[-1], "optimizer", None) or getattr(wrappers[-1], "optim", None)
         if inner is None:
             break
-        optimizer = inner
-    if not isinstance(optimizer, Optimizer):
+        wrappers.append(inner)
+    if not isinstance(wrappers[-1], Optimizer):
         raise TypeError(
-            f"scale_learning_rates: got a {type(optimizer).__name__}; it needs the torch.optim.Optimizer whose step() updates "
-            "the weights. Pass the inner optimizer of your wrapper."
+            f"scale_learning_rates: got a {type(wrappers[-1]).__name__}; it needs the torch.optim.Optimizer whose step() "
+            "updates the weights. Pass the inner optimizer of your wrapper."
         )
-    return optimizer
+    return wrappers

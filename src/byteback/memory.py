@@ -108,7 +108,8 @@ def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
         found: dict[int, tuple[str, int]] = {}
         pool.release()  # else buffers of earlier steps would count
         pooled = _forward_backward(model, args, found)
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    storages_of_model = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    own = {storage.data_ptr() for storage in storages_of_model}
     kept: dict[str, tuple[int, int]] = {}
     for address, (dtype, size) in found.items():
         if address not in own:
@@ -179,7 +180,9 @@ def as_it_was(model: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
     """Puts the model in training mode without gradients, and everything back at the end."""
     modules = list(model.modules())
     buffers = [dict(module._buffers) for module in modules]
-    contents = [{name: None if b is None else b.clone() for name, b in own.items()} for own in buffers]
+    # Buffers, and the tensors that a module keeps as plain attributes.
+    tensors = [t for module in modules for t in (*module._buffers.values(), *vars(module).values()) if isinstance(t, Tensor)]
+    contents = [tensor.clone() for tensor in tensors]
     plain = (bool, int, float, str, type(None))  # counters and flags, `training` among them
     flags = [{name: value for name, value in vars(module).items() if isinstance(value, plain)} for module in modules]
     leaves = (*model.parameters(), *(tensor for tensor in _tensors(args) if tensor.is_leaf))
@@ -192,13 +195,12 @@ def as_it_was(model: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
         with torch.random.fork_rng():
             yield
     finally:
-        for module, own, values, kept in zip(modules, buffers, contents, flags, strict=True):
+        for module, own, kept in zip(modules, buffers, flags, strict=True):
             vars(module).update(kept)
             module._buffers.update(own)
-            with torch.no_grad():
-                for name, value in values.items():
-                    if value is not None:
-                        own[name].copy_(value)  # type: ignore[union-attr]
+        with torch.no_grad():
+            for tensor, content in zip(tensors, contents, strict=True):
+                tensor.copy_(content)
         for leaf, grad in grads:
             leaf.grad = grad
 

@@ -16,7 +16,7 @@ from byteback import ops, tables
 from byteback.bind import BLOCK_REASON, BLOCK_TEXT
 from byteback.convert import FLOAT_REASON, int8_layers
 from byteback.nn import Int8Layer
-from byteback.quantize import CLIP, DEVIATION, GAUSSIAN, SATURATED, Memory, Quantizer, deviation_of
+from byteback.quantize import CLIP, DEVIATION, GAUSSIAN, SATURATED, WORST_CHANNEL, Memory, Quantizer, deviation_of
 from byteback.recipes import MagnitudeAware
 
 _PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -39,7 +39,11 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class RoleHealth:
-    """One tensor of one int8 layer, as last seen. None where the recipe does not know the notion."""
+    """One tensor of one int8 layer, as last seen. None where the recipe does not know the notion.
+
+    `worst_channel` is the largest deviation of a single channel, for the gradients of depthwise convolutions: they keep
+    channels apart, and a quiet one may be all noise where the tensor as a whole looks well.
+    """
 
     layer: str
     role: str
@@ -50,6 +54,7 @@ class RoleHealth:
     gaussian_share: float | None
     nonfinite: int
     calls: int
+    worst_channel: float | None = None
 
 
 class Summary(list[LayerSummary]):
@@ -74,13 +79,14 @@ class Summary(list[LayerSummary]):
 
 
 class Health(list[RoleHealth]):
-    """Every quantized tensor, worst direction deviation first; prints as a table of the worst."""
+    """Every quantized tensor, worst direction deviation (of it or of a channel) first; prints as a table of the worst."""
 
     shown = 24
 
     def _table(self) -> tuple[str, list[str], list[list[str]], int]:
         title = f"{min(self.shown, len(self))} of {len(self)} quantized tensors, worst direction first"
-        columns = ["layer", "role", "clip", "saturated", "deviation", "lr factor", "gaussian", "NaN/Inf", "calls"]
+        columns = ["layer", "role", "clip", "saturated", "deviation", "worst channel", "lr factor", "gaussian"]
+        columns += ["NaN/Inf", "calls"]
         rows = [
             [
                 r.layer,
@@ -88,6 +94,7 @@ class Health(list[RoleHealth]):
                 f"{r.clip:.3g}",
                 f"{r.saturated:.3%}",
                 f"{r.deviation:.2e}",
+                "-" if r.worst_channel is None else f"{r.worst_channel:.2e}",
                 "-" if r.learning_rate_factor is None else f"{r.learning_rate_factor:.3f}",
                 "-" if r.gaussian_share is None else f"{r.gaussian_share:.0%}",
                 str(r.nonfinite),
@@ -164,7 +171,7 @@ def health(model: nn.Module) -> Health:
                 result.append(_role_health(name, layer, role, quantizer))
         if layer.faster_in_float is None or layer.runs_int8():
             result.append(_weight_health(name, layer))
-    result.sort(key=lambda row: (not math.isnan(row.deviation), -row.deviation))
+    result.sort(key=lambda row: (not math.isnan(row.deviation), -max(row.deviation, row.worst_channel or 0.0)))
     return result
 
 
@@ -183,6 +190,7 @@ def _role_health(name: str, layer: Int8Layer, role: str, quantizer: Quantizer) -
         gaussian_share=float(observed[:, GAUSSIAN].mean()) if adaptive else None,
         nonfinite=int(layer.quantizers.nonfinite),
         calls=int(used.sum()),
+        worst_channel=float(observed[:, WORST_CHANNEL].max()) if layer.quantizers.settings[role].by_channel else None,
     )
 
 

@@ -95,7 +95,7 @@ def _build_ledger(case: Case, rng: np.random.Generator) -> Check:
     def rows(*shape: int) -> Tensor:
         return floats((slots, *shape), "normal", rng)
 
-    shapes = {"clip": (count,), "initialized": (), "observed": (4,), "tracked": (count,)}
+    shapes = {"clip": (count,), "initialized": (), "observed": (5,), "tracked": (count,)}
     buffers = {name: rows(*shape) for name, shape in shapes.items()}
     buffers["seen"] = (rows() > 0).float()
     buffers["updated_at"] = torch.from_numpy(rng.integers(0, 99, slots))
@@ -109,7 +109,8 @@ def _build_ledger(case: Case, rng: np.random.Generator) -> Check:
 
     def call() -> Any:
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
-        ledger.write(ledger.Buffers(**{"tracked": None, **copies, "nonfinite": torch.zeros(slots)}), slot, entry)
+        untouched = {"nonfinite": torch.zeros(slots), "unshared": torch.zeros(slots, 5, dtype=torch.float64)}
+        ledger.write(ledger.Buffers(**{"tracked": None, **copies, **untouched}), slot, entry)
         return [copies[name] for name in sorted(copies)]
 
     expected = clips.ledger({name: buffer.numpy() for name, buffer in buffers.items()}, slot, entry)

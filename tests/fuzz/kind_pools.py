@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Max-pool, single pixels and fingerprints, which only the native paths have."""
+"""Max-pool and single pixels, which only the native paths have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from byteback.ops import fingerprint, max_pool, pixels
+from byteback.ops import max_pool, pixels
 from fuzz.fields import Axes, Case, Choice, Number, channels
 from fuzz.harness import PATHS, Check, Kind
 from fuzz.operands import FLOATS, LAYOUTS, floats, laid_out
@@ -53,14 +53,6 @@ def _build_pixels(case: Case, rng: np.random.Generator) -> Check:
     )
 
 
-def _build_fingerprint(case: Case, rng: np.random.Generator) -> Check:
-    x = floats([case["count"]], case["x"], rng)
-    bits, hash_ = x.numpy().view(np.uint32), 1469598103934665603
-    for sample in range(64):
-        hash_ = (hash_ ^ int(bits[sample * (case["count"] - 1) // 63])) * 1099511628211 % 2**64
-    return Check(lambda: np.uint64(fingerprint.fingerprint(x) or 0), np.uint64(hash_), [x], NATIVE)
-
-
 _IMAGE = {
     "batch": Number(1, 3),
     "channels": channels(70),
@@ -85,5 +77,4 @@ KINDS = [
         _build_pool,
     ),
     Kind("pixels", 1, _IMAGE, _build_pixels),
-    Kind("fingerprint", 1, {"count": Number(1, 300), "x": FLOATS}, _build_fingerprint),
 ]

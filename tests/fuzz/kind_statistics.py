@@ -29,8 +29,14 @@ def _build(case: Case, rng: np.random.Generator) -> Check:
     if name == "cosine_slope_terms":
         clip = magnitudes([], case["clip"], rng)
         return Check(lambda: ops.cosine_slope_terms(x, clip), statistics.cosine_slope_terms(array, clip.numpy()), [x, clip])
+    stochastic = case["stochastic"]
+    if name == "channel_cosine_terms":
+        each = magnitudes([case["clips"], x.shape[1]], case["clip"], rng)
+        expected = statistics.channel_cosine_terms(array, each.numpy(), stochastic)
+        return Check(lambda: ops.channel_cosine_terms(x, each, stochastic), expected, [x, each])
     clips = laid_out(magnitudes([case["clips"]], case["clip"], rng), case["clip_layout"])
-    return Check(lambda: ops.cosine_terms(x, clips), statistics.cosine_terms(array, clips.numpy()), [x, clips])
+    expected = statistics.cosine_terms(array, clips.numpy(), stochastic)
+    return Check(lambda: ops.cosine_terms(x, clips, stochastic), expected, [x, clips])
 
 
 def _build_tails(case: Case, rng: np.random.Generator) -> Check:
@@ -71,7 +77,10 @@ KINDS = [
         6,
         {
             **_COMMON,
-            "name": Choice(("absmax", "moments", "channel_stats", "cosine_terms", "cosine_slope_terms")),
+            "name": Choice(
+                ("absmax", "moments", "channel_stats", "cosine_terms", "channel_cosine_terms", "cosine_slope_terms")
+            ),
+            "stochastic": Choice((False, True)),
             "per": _PER,
             "clip": CLIPS,
             "clips": Number(1, 20, (1, 8, 9)),

@@ -159,6 +159,17 @@ def gradient_pair(arena: Arena, path: int, threads: int) -> None:
         library.gradient_pair(path, numbers, sums, before, RULE, arena.key(), clips, values, made, threads)
 
 
+def normalize_grad_quantize_by_ratio(arena: Arena, path: int, threads: int) -> None:
+    for number, (numbers, rows, channels) in enumerate(_backwards(arena)):
+        to = arena.room(channels), arena.room(rows * channels, int8), arena.room(channels), arena.room(2, int64), arena.room(1)
+        library.normalize_grad_quantize_by_ratio(path, numbers, 0.5, arena.key() if number % 2 else 0, *to, threads)
+
+
+def norm_invstd(arena: Arena, path: int, threads: int) -> None:
+    for _, channels in ROWS:
+        library.norm_invstd(channels, arena.positive(channels), 1e-5, arena.room(channels, float64))
+
+
 def norm_coefficients(arena: Arena, path: int, threads: int) -> None:
     for _, channels in ROWS:
         sums = arena.wide(channels), arena.wide(channels)
@@ -229,8 +240,10 @@ CALLS = [
     normalize_grad_quantize_pair,
     magnitude_clips,
     gradient_pair,
+    normalize_grad_quantize_by_ratio,
     norm_coefficients,
     norm_folded,
+    norm_invstd,
     norm_gradient,
     gradient_sums,
     nms,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,8 +74,9 @@ def tail_count(arena: Arena, path: int, threads: int) -> None:
 def cosine_terms(arena: Arena, path: int, threads: int) -> None:
     for rows, _, count in layouts():
         for clips in (1, 3, 11):
-            given = arena.floats(count), arena.positive(clips)
-            library.cosine_terms(path, rows, *given, clips, arena.room(3 * clips, float64), threads)
+            for each, stochastic in itertools.product((1, rows[2]), (False, True)):
+                given = arena.floats(count), arena.positive(clips * each), clips, each > 1, stochastic
+                library.cosine_terms(path, rows, *given, arena.room(3 * clips * each, float64), threads)
 
 
 def cosine_slope_terms(arena: Arena, path: int, threads: int) -> None:
@@ -92,11 +94,6 @@ def dot_terms(arena: Arena, path: int, threads: int) -> None:
 
 def noise_key(arena: Arena, path: int, threads: int) -> None:
     library.noise_key(arena.longs([7]), arena.longs([3]), arena.longs([2**40]), 2, arena.room(2, int64))
-
-
-def fingerprint(arena: Arena, path: int, threads: int) -> None:
-    for count in (1, 2, 63, 64, 65, 1000):
-        arena.results.append(torch.tensor([library.fingerprint(arena.floats(count), count) % 2**62]))
 
 
 def write_ledger(arena: Arena, path: int, threads: int) -> None:
@@ -153,7 +150,6 @@ CALLS = [
     cosine_slope_terms,
     dot_terms,
     noise_key,
-    fingerprint,
     write_ledger,
     take_pixels,
     spread_pixels,

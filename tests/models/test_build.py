@@ -34,6 +34,7 @@ VARIANTS = [
     pytest.param("resnet56", 853_018, "layer3", 8),
     pytest.param("resnet18", 11_173_962, "layer4", 4, marks=needs_torchvision),
     pytest.param("mobilenet_v2", 2_236_682, "features", 4, marks=needs_torchvision),
+    pytest.param("mobilenet_v2_x0_25", 250_922, "features", 4, marks=needs_torchvision),
     pytest.param("vgg16", 14_719_818, "features", 1, marks=needs_torchvision),
     pytest.param("vgg16_bn", 14_728_266, "features", 1, marks=needs_torchvision),
     pytest.param("inception_v3", 21_806_058, "Mixed_7c", 3, marks=needs_torchvision),

@@ -90,6 +90,10 @@ def test_network_matches_the_unfused_path(norm: str, channels_last: bool) -> Non
         for ga, gb in zip(grads_a, grads_b, strict=True):
             assert_near(ga, gb, 0.05)
     for (name, buffer), other in zip(fused.named_buffers(), unfused.buffers(), strict=True):
+        if name.endswith("grad_output.clip"):
+            # The ratio is where a flat curve is lowest: gradients that differ by 1 % move it by several.
+            torch.testing.assert_close(buffer[:, 0], other[:, 0], rtol=5e-2, atol=0.0, msg=name)
+            buffer, other = buffer[:, 1:], other[:, 1:]
         torch.testing.assert_close(buffer, other, rtol=2e-2, atol=2e-3, msg=name)
     fused.eval(), unfused.eval()
     with torch.no_grad():

@@ -50,6 +50,11 @@ def assert_same_run(recipe, backend, differing, shared=False):
     assert losses == compiled_losses
     assert all(torch.equal(a, b) for a, b in zip(grads, compiled_grads, strict=True))
     assert differing(eager, compiled) == []
+    measured = [
+        [layer.quantizers.grad_output.unshared for layer in model[2:] if hasattr(layer, "quantizers")]
+        for model in (eager, compiled)
+    ]
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(*measured, strict=True))
     assert int(compiled[2].quantizers.count) == (8 if shared else 4)
 
 

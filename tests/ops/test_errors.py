@@ -353,6 +353,12 @@ SILENT: dict[str, Refusal] = {
         lambda: ops.cosine_terms(F4, torch.ones(2, 3)),
         ("(2, 3)",),
     ),
+    "channel_cosine_terms_with_clips_of_other_channels": (
+        "channel_cosine_terms",
+        ValueError,
+        lambda: ops.channel_cosine_terms(F4, torch.ones(2, 4)),
+        ("(2, 4)", "(2, 3, 4, 5)"),
+    ),
     "cosine_slope_terms_of_double": (
         "cosine_slope_terms",
         TypeError,

@@ -21,7 +21,8 @@ def buffers(channels: int, tracks: bool, fill: float) -> ledger.Buffers:
 
     tracked = full(SLOTS, channels) if tracks else None
     updated = torch.zeros(SLOTS, dtype=torch.int64)
-    return ledger.Buffers(full(SLOTS, channels), full(SLOTS), updated, full(SLOTS, 4), full(SLOTS), tracked, torch.tensor(0))
+    row, own = full(SLOTS), torch.zeros(SLOTS, 5, dtype=torch.float64)
+    return ledger.Buffers(full(SLOTS, channels), row, updated, full(SLOTS, 4), full(SLOTS), tracked, torch.tensor(0), own)
 
 
 @pytest.mark.parametrize("fill", [0.0, 1.0])
@@ -47,10 +48,41 @@ def test_a_row_leaves_the_others_alone() -> None:
     rows = buffers(2, True, 0.5)
     ledger.write(rows, 2, ledger.Entry(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0]), True, 9, 0.0, 0.0, 0.0, 0.1))
     others = [0, 1, 3, 4, 5, 6, 7]
-    for name, buffer in zip(ledger.Buffers._fields[:-1], rows, strict=False):
+    for name, buffer in zip(ledger.Buffers._fields[:-2], rows, strict=False):
         assert buffer is not None
         assert (buffer[others] == (0 if name == "updated_at" else 0.5)).all(), name
     assert rows.clip[2].tolist() == [1.0, 2.0] and rows.updated_at[2] == 9 and rows.observed[2, ledger.CLIP] == 4.0
+
+
+def test_what_other_ranks_have_yet_to_hear_of() -> None:
+    rows = buffers(1, False, 0.0)
+    ledger.write_terms(rows, 3, [1.0, 2.0, 1.0 + 2.0**-40])
+    ledger.write_nonfinite(rows)
+    ledger.write_terms(rows, 3, [4.0, 5.0, 6.0 + 2.0**-40])  # the last measurement of a slot counts
+    ledger.write_nonfinite(rows)
+    assert rows.unshared[3].tolist() == [4.0, 5.0, 6.0 + 2.0**-40, 1.0, 0.0]
+    assert rows.unshared[0].tolist() == [0.0, 0.0, 0.0, 0.0, 2.0] and int(rows.nonfinite) == 2
+    assert int(rows.unshared.count_nonzero()) == 5
+
+
+@pytest.mark.parametrize("name", ["clip", "initialized", "updated_at", "observed", "seen", "tracked"])
+def test_buffers_that_are_not_dense_are_written_as_such(name: str) -> None:
+    """load_state_dict(assign=True) puts a checkpoint's tensors there, whatever their layout."""
+    dense, strided = buffers(2, True, 0.5), buffers(2, True, 0.5)
+    buffer = getattr(strided, name)
+    wide = torch.stack([buffer, buffer], dim=-1)
+    strided = strided._replace(**{name: wide[..., 0]})
+    entry = ledger.Entry(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0]), True, 9, 0.1, 0.2, 0.3, 0.1)
+    for rows in (dense, strided):
+        ledger.write(rows, 5, entry)
+    assert all(torch.equal(left, right) for left, right in zip(dense, strided, strict=True))  # type: ignore[arg-type]
+    assert torch.equal(wide[..., 1], buffer), "what lies between them is somebody else's"
+
+
+@pytest.mark.parametrize("slot", [SLOTS, SLOTS + 100])
+def test_a_slot_that_is_not_there_is_refused(slot: int) -> None:
+    with pytest.raises(IndexError):
+        ledger.write(buffers(2, True, 0.5), slot, ledger.Entry(torch.ones(2), torch.ones(2), True, 9, 0.1, 0.2, 0.3, 0.1))
 
 
 @pytest.mark.parametrize(("channels", "clips"), [(1, 1), (5, 5), (1, 4)])

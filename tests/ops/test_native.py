@@ -105,10 +105,10 @@ def test_sums_that_wrap_on_the_way_come_out_right(sign: int) -> None:
 
 
 @pytest.mark.skipif("avx512vnni" not in native.available(), reason="needs AVX-512 VNNI")
-def test_sums_beyond_int32_are_left_to_avx2() -> None:
-    x = torch.full((1, 140000, 1, 1), 127, dtype=torch.int8)
+@pytest.mark.parametrize("value", [127, -127])
+def test_sums_beyond_int32_stay_on_the_path(value: int) -> None:
+    x, w = (torch.full((1, 140000, 1, 1), v, dtype=torch.int8) for v in (value, 127))
     with byteback.path("avx512vnni"):
-        result = ops.conv_int8(x, ONE, x, ONE, [1, 1], [0, 0], [1, 1])
-    assert native.last_kernel.startswith("avx2/gemm")
-    with byteback.path("generic"):
-        assert torch.equal(result, ops.conv_int8(x, ONE, x, ONE, [1, 1], [0, 0], [1, 1]))
+        result = ops.conv_int8(x, ONE, w, ONE, [1, 1], [0, 0], [1, 1])
+    assert native.last_kernel == "avx512vnni/gemm_s8"
+    assert result.item() == torch.tensor(value * 127 * 140000, dtype=torch.float64).float().item()

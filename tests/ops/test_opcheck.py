@@ -55,7 +55,8 @@ SAMPLES: dict[str, Callable[[Lay], tuple[Any, ...]]] = {
     "moments": lambda lay: (lay(floats(3, 5, 4, 2)),),
     "tail_count": lambda lay: (lay(floats(3, 5, 4, 2)), per(5, 1)),
     "dot_terms": lambda lay: (lay(floats(3, 5, 4, 2)), lay(i8(3, 5, 4, 2)), ONE),
-    "cosine_terms": lambda lay: (lay(floats(3, 5, 4, 2)), torch.tensor([0.5, 1.0])),
+    "cosine_terms": lambda lay: (lay(floats(3, 5, 4, 2)), torch.tensor([0.5, 1.0]), True),
+    "channel_cosine_terms": lambda lay: (lay(floats(3, 5, 4, 2)), torch.rand(2, 5), False),
     "cosine_slope_terms": lambda lay: (lay(floats(3, 5, 4, 2)), torch.tensor(1.0)),
 }  # fmt: skip
 
@@ -96,7 +97,9 @@ def test_opcheck_accepts_other_dimensions(oracle: Any, sample: str, rank: int, l
     torch.library.opcheck(operator(sample), arguments[sample])
 
 
-@pytest.mark.parametrize("sample", ["quantize", "quantize_max", "moments", "absmax", "tail_count", "cosine_terms"])
+@pytest.mark.parametrize(
+    "sample", ["quantize", "quantize_max", "moments", "absmax", "tail_count", "cosine_terms", "channel_cosine_terms"]
+)
 def test_fake_and_real_agree_on_an_empty_batch(sample: str) -> None:
     x = torch.zeros(0, 5, 4, 2)
     arguments = {
@@ -105,6 +108,7 @@ def test_fake_and_real_agree_on_an_empty_batch(sample: str) -> None:
         "moments": (x,),
         "absmax": (x, 1),
         "tail_count": (x, torch.ones(1, 1, 1, 1)),
-        "cosine_terms": (x, torch.ones(2)),
+        "cosine_terms": (x, torch.ones(2), False),
+        "channel_cosine_terms": (x, torch.ones(2, x.shape[1]), True),
     }
     torch.library.opcheck(operator(sample), arguments[sample], test_utils=("test_schema", "test_faketensor"))

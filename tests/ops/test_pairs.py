@@ -54,6 +54,20 @@ def test_pairs_of_a_gradient_are_those_of_its_floats(shape: tuple[int, ...], act
 
 
 @with_native
+@by_shape
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+def test_a_copy_by_a_ratio_of_each_maximum_is_that_of_its_floats(shape: tuple[int, ...], activation: str) -> None:
+    for seed in (0, 1):
+        g, x = drawn(shape, seed), drawn(shape, seed + 7, special=False)
+        parts = ops.GradientParts(g, x, *vectors(shape[1], 2, seed), None, activation, *vectors(shape[1], 3, seed + 1))
+        dx = ops.normalize_grad(parts)
+        for ratio, key in itertools.product((1.0, 0.30000001192092896), (None, key_of(5))):
+            clip, copy = agree(lambda parts=parts, r=ratio, k=key: ops.normalize_grad_quantize_by_ratio(parts, r, k))
+            assert same(clip, ops.absmax(dx, 1) * ratio)
+            assert same(copy, ops.quantize(dx, clip, key))
+
+
+@with_native
 @pytest.mark.parametrize("channels", [96, 40, 7])
 def test_copies_that_no_cache_would_hold_are_the_same(channels: int) -> None:
     """From 12 MB on they are written past the caches, where their rows allow it; 7 channels do not."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from byteback.addresses import CPU
 from byteback.ops import native, pool
 
 SIZE = (1 << 20, (1,))
@@ -26,7 +27,7 @@ def _clean() -> object:
 
 
 def take() -> torch.Tensor:
-    return pool.empty([SIZE[0]], SIZE[1], torch.float32)
+    return pool.empty([SIZE[0]], SIZE[1], torch.float32, CPU)
 
 
 def test_a_block_is_used_again_once_its_tensor_is_gone() -> None:
@@ -56,23 +57,23 @@ def test_whoever_holds_the_storage_keeps_the_block(holder: str) -> None:
 
 
 def test_layout_dtype_and_small_tensors() -> None:
-    x = pool.empty([4, 64, 56, 56], (200704, 1, 3584, 64), torch.float32)
+    x = pool.empty([4, 64, 56, 56], (200704, 1, 3584, 64), torch.float32, CPU)
     assert x.is_contiguous(memory_format=torch.channels_last) and x.shape == (4, 64, 56, 56)
     q = pool.empty_like(x, torch.int8)
     assert q.dtype == torch.int8 and q.stride() == x.stride()
     before = pool.held()
-    assert pool.empty([10], (1,), torch.float32).numel() == 10 and pool.held() == before
+    assert pool.empty([10], (1,), torch.float32, CPU).numel() == 10 and pool.held() == before
 
 
 def test_sizes_that_differ_a_little_share_a_block() -> None:
-    address = pool.empty([1_000_000], (1,), torch.float32).data_ptr()
-    assert pool.empty([990_000], (1,), torch.float32).data_ptr() == address
+    address = pool.empty([1_000_000], (1,), torch.float32, CPU).data_ptr()
+    assert pool.empty([990_000], (1,), torch.float32, CPU).data_ptr() == address
 
 
 def test_idle_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "limit", 10 << 20)
     for size in range(1, 40):
-        pool.empty([size << 18], (1,), torch.float32)
+        pool.empty([size << 18], (1,), torch.float32, CPU)
         assert pool.idle() <= 10 << 20
 
 
@@ -86,7 +87,7 @@ def test_autograd_adds_gradients_in_place() -> None:
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Tensor:
-            return pool.empty([1_000_000], (1,), torch.float32).fill_(2.0)
+            return pool.empty([1_000_000], (1,), torch.float32, CPU).fill_(2.0)
 
     x = torch.ones(1_000_000, requires_grad=True)
     middle = x * 1.0
@@ -169,3 +170,20 @@ def test_wrong_sizes_are_refused_and_nothing_is_lost() -> None:
         with pytest.raises((TypeError, ValueError)):
             library.pool_lend(shape, strides, 2, 32, pool.limit)
     assert pool.held() == before
+
+
+def test_sizes_whose_product_wraps_around_are_refused() -> None:
+    """2^40 · 2^40 bytes are 0 in 64 bits: the block would be empty, and a kernel would write to it."""
+    for shape in ((2**40, 2**40), (2**62, 4), (2**31, 2**31, 2**2)):
+        with pytest.raises(MemoryError):
+            pool.empty(shape, (1,) * len(shape), torch.int8, CPU)
+    with pytest.raises(ValueError, match="negative"):
+        pool.empty((-1, 2), (2, 1), torch.int8, CPU)
+
+
+def test_strides_that_lead_out_of_the_block_are_refused() -> None:
+    for strides in ((6, 2), (3, -1), (100, 1), (2**62, 1), (3, 2**62)):
+        with pytest.raises(ValueError, match="strides"):
+            pool.empty((2, 3), strides, torch.float32, CPU)
+    assert pool.empty((2, 1, 3), (3, 2**62, 1), torch.float32, CPU).shape == (2, 1, 3)  # an axis of size 1 leads nowhere
+    assert pool.empty((0, 3), (3, 1), torch.float32, CPU).shape == (0, 3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,46 @@ def test_cosine_terms_equal_the_defined_order_of_additions(shape: tuple[int, ...
     assert result.tolist() == rows
 
 
+def python_expected(x: Tensor, clip: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """|y| in numpy float32, clamped, and E[q²] = y² + f (1 - f) in exact arithmetic, for a clip of each channel (axis 1)."""
+    rate = (np.float32(127) / clip.astype(np.float32)).reshape(1, -1, *[1] * (x.dim() - 2))
+    y = np.minimum(np.abs(x.numpy()) * rate, np.float32(127))
+    squares = []
+    for number in map(Fraction, y.flatten().tolist()):
+        f = number - math.floor(number)
+        squares.append(float(number * number + f * (1 - f)))  # has few bits: the conversion is exact
+    return y, np.array(squares).reshape(y.shape)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 7, 9), (5, 17, 6, 7), (2, 3, 3, 4, 5)], ids=str)
+def test_expected_terms_of_each_channel_equal_the_defined_order_of_additions(shape: tuple[int, ...]) -> None:
+    x = wild(shape) * 0.1
+    clips = torch.rand(3, shape[1], generator=torch.Generator().manual_seed(2)) * x.abs().max() + 1e-3
+    a = columns(x.abs())
+    result = ops.channel_cosine_terms(x, clips, stochastic=True)
+    assert result.shape == (3, 3, shape[1]) and result.dtype == torch.float64
+    for terms, clip in zip(result.tolist(), clips, strict=True):
+        y, squares = (columns(torch.from_numpy(part)) for part in python_expected(x, clip.numpy()))
+        ones = [[1.0] * len(column) for column in a]
+        assert terms[0] == [column_dot(u, v) for u, v in zip(a, y, strict=True)]
+        assert terms[1] == [column_dot(u, v) for u, v in zip(squares, ones, strict=True)]
+        assert terms[2] == [column_dot(u, u) for u in a]
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_terms_of_a_tensor_are_those_of_its_channels(stochastic: bool) -> None:
+    x, clips = wild((3, 19, 8, 5)), torch.tensor([0.3, 2.0, 40.0])
+    each = ops.channel_cosine_terms(x, clips.reshape(-1, 1).expand(-1, 19), stochastic)
+    assert torch.equal(ops.cosine_terms(x, clips, stochastic), ops.sum_last(each))
+
+
+def test_a_channel_whose_clip_counts_as_zero_has_no_quantized_part() -> None:
+    x = torch.tensor([[3.0, 4.0], [-1.0, -2.0]])
+    for stochastic in (False, True):
+        terms = ops.channel_cosine_terms(x, torch.tensor([[0.0, 4.0]]), stochastic)[0]
+        assert terms[:2, 0].tolist() == [0.0, 0.0] and terms[1, 1] > 0.0 and terms[2].tolist() == [10.0, 20.0]
+
+
 @by_shape
 @by_clip
 def test_cosine_slope_terms_equal_the_defined_order_of_additions(shape: tuple[int, ...], clip: float) -> None:
@@ -239,6 +280,8 @@ def everything(x: Tensor, values: Tensor) -> list[list[float]]:
     one = torch.full((1,) * x.dim(), 0.37)
     results = [*ops.moments(x), ops.tail_count(x, one), ops.dot_terms(x, values, one), ops.absmax(x), ops.absmax(x, 0)]
     results += [ops.cosine_terms(x, torch.tensor([0.5, 0.7])), ops.cosine_slope_terms(x, torch.tensor(0.7))]
+    clips = torch.linspace(0.1, 3.0, 10 * x.shape[1]).reshape(10, x.shape[1])
+    results += [ops.channel_cosine_terms(x, clips, stochastic) for stochastic in (False, True)]
     return [result.flatten().tolist() for result in results]
 
 
@@ -270,6 +313,7 @@ def test_sums_over_an_empty_tensor_are_zero(shape: tuple[int, ...]) -> None:
     x, one = torch.zeros(shape), torch.ones((1,) * len(shape))
     assert ops.dot_terms(x, x.to(torch.int8), one).tolist() == [0.0] * 3
     assert ops.cosine_terms(x, torch.ones(2)).tolist() == [[0.0] * 3] * 2
+    assert ops.channel_cosine_terms(x, torch.ones(2, shape[1])).tolist() == [[[0.0] * shape[1]] * 3] * 2
     assert ops.cosine_slope_terms(x, torch.tensor(1.0)).tolist() == [0.0] * 5
 
 

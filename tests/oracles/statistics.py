@@ -81,16 +81,36 @@ def dot_terms(x: np.ndarray, values: np.ndarray, scale: np.ndarray) -> np.ndarra
     return np.array([sum_all(rows * back), sum_all(back * back), sum_all(rows * rows)])
 
 
-def cosine_terms(x: np.ndarray, clips: np.ndarray) -> np.ndarray:
-    """A row (x·q, q·q, x·x) for each clip. Σq² is a sum of integers, which no order can change."""
+def channel_cosine_terms(x: np.ndarray, clips: np.ndarray, stochastic: bool) -> np.ndarray:
+    """x·q, q·q and x·x of each channel, for rows of clips (candidates, C or 1): (candidates, 3, C).
+
+    Stochastic rounding makes ⌊y⌋ + 1 of y = 127 x / clip with probability y - ⌊y⌋; these are the means of both sums.
+    """
     rows = rows_of(x)
     wide = rows.astype(f64)
-    square = sum_all(wide * wide)
-    terms = []
-    for clip in clips:
-        q = nearest(rows, clip).astype(f64)
-        terms.append([sum_all(wide * q), (q * q).sum(), square])
-    return np.array(terms, f64).reshape(len(clips), 3)
+    terms = np.zeros((len(clips), 3, rows.shape[1]), f64)
+    for own, each in zip(terms, clips, strict=True):
+        for channel, clip in enumerate(np.broadcast_to(each, rows.shape[1:])):
+            column_, values = rows[:, channel], wide[:, channel]
+            if stochastic:
+                rate = np.float32(127) / clip if is_live(clip) else np.float32(0)
+                with np.errstate(invalid="ignore", over="ignore"):
+                    y = np.abs(column_) * rate
+                y = np.where(y > 127, np.float32(127), y).astype(f64) if is_live(clip) else np.zeros_like(values)
+                floor = np.floor(y)
+                up, down = (floor + 1) ** 2, floor**2
+                products, squares = np.abs(values) * y, down + (y - floor) * (up - down)
+            else:
+                q = nearest(column_, clip).astype(f64)
+                products, squares = values * q, q * q
+            own[:, channel] = [ordered_sum(part[:, None])[0] for part in (products, squares, values * values)]
+    return terms
+
+
+def cosine_terms(x: np.ndarray, clips: np.ndarray, stochastic: bool) -> np.ndarray:
+    """A row (x·q, q·q, x·x) for each clip."""
+    each = channel_cosine_terms(x, clips.reshape(-1, 1), stochastic)
+    return np.array([[tree(term) for term in terms] for terms in each], f64).reshape(len(clips), 3)
 
 
 def cosine_slope_terms(x: np.ndarray, clip: np.ndarray) -> np.ndarray:

@@ -29,5 +29,5 @@ def test_unknown_granularity():
 
 
 def test_granularity_that_the_clip_rule_cannot_serve():
-    with pytest.raises(ValueError, match=r"per is 'K', but DirectionSensitive chooses clips only per tensor\. Change"):
-        TensorRule(clip=DirectionSensitive(), per="K")
+    with pytest.raises(ValueError, match=r"per is 'N', but DirectionSensitive chooses clips only per tensor, K\. Change"):
+        TensorRule(clip=DirectionSensitive(), per="N")

@@ -57,14 +57,13 @@ def test_defaults_are_the_papers():
         assert (recipe.on_nonfinite, recipe.eval_clip, recipe.momentum) == ("raise", "tracked", 0.1)
     assert unified.grad_output.clip == DirectionSensitive(
         period=10,
-        hold="clip",
-        solver="golden",
+        hold="ratio",
+        band=1.5,
+        solver="grid",
         evaluations=12,
         lowest=0.05,
         tie=1e-6,
         search_when_saturated=0.01,
-        search_when_grown=3.0,
-        search_when_shrunk=8.0,
     )
     assert unified.learning_rate == DeviationCounteractive(alpha=20.0, beta=0.1)
     assert unified.grad_output_for_weight is None and plain.grad_output_for_weight is None

@@ -2,7 +2,7 @@
 """`byteback bench inference`: a forward pass in eval mode without gradients, int8 against PyTorch FP32.
 
 float32 runs in its faster memory format; both sides in turns in one process, malloc tuned. The int8 network has trained a few
-steps first, so that it has the clips that eval uses.
+steps first, so that it has the clips that eval uses, and is frozen as a served one would be.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+import byteback
 from byteback import tables
 from byteback.bench.step import DEFAULTS
 from byteback.bench.training_step import Setting, Side, Variant
@@ -81,4 +82,6 @@ def _evaluated(setting: Setting, variant: Variant) -> Side:
     for _ in range(_TRAINED):
         side.step()
     side.model.eval()
+    if variant.int8:
+        byteback.freeze(side.model)
     return side

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from byteback.fuse.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
-from byteback.nn.frozen import is_frozen_norm
+from byteback.nn import FusedConvolution, Int8Layer
+from byteback.nn.frozen import FusedNorm, is_frozen_norm
 
 Activation = Literal["none", "relu", "relu6", "hardswish", "silu"]
 
@@ -206,7 +207,7 @@ def why_not_fused(conv: nn.Module) -> str | None:
 
 def _float_class(module: nn.Module) -> Any:
     """The class of a layer before `prepare`."""
-    return getattr(type(module), "float_class", type(module))
+    return type(module).float_class if isinstance(module, (Int8Layer, FusedConvolution, FusedNorm)) else type(module)
 
 
 def is_sum(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -32,6 +33,7 @@ _SMALL_RESNET_BLOCKS = {"resnet8": 1, "resnet20": 3, "resnet56": 9}
 _VARIANTS: dict[str, Callable[[int], nn.Module]] = {
     "resnet18": resnet18,
     "mobilenet_v2": mobilenet_v2,
+    "mobilenet_v2_x0_25": partial(mobilenet_v2, width=0.25),  # a quarter of the channels: for long runs on a CPU
     "vgg16": vgg16,
     "vgg16_bn": vgg16_bn,
     "inception_v3": inception_v3,

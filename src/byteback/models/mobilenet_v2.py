@@ -23,9 +23,9 @@ _STAGES = [
 ]
 
 
-def mobilenet_v2(num_classes: int) -> nn.Module:
-    """torchvision's MobileNetV2 whose last stage sees 4x4 pixels."""
-    model = load().models.MobileNetV2(num_classes=num_classes, inverted_residual_setting=_STAGES)
+def mobilenet_v2(num_classes: int, width: float = 1.0) -> nn.Module:
+    """torchvision's MobileNetV2 whose last stage sees 4x4 pixels; `width` multiplies its channels."""
+    model = load().models.MobileNetV2(num_classes=num_classes, width_mult=width, inverted_residual_setting=_STAGES)
     # torchvision has no argument for the stride of the stem; changing it in place keeps its initialization.
     model.features[0][0].stride = (1, 1)
     network: nn.Module = model

@@ -133,7 +133,7 @@ class Source:
     def _laid_out(self, output: Tensor) -> Tensor:
         if output.stride() == self.strides or output.numel() == 0:
             return output
-        return torch.empty_strided(output.shape, self.strides).copy_(output)
+        return torch.empty_strided(output.shape, self.strides, dtype=output.dtype, device=output.device).copy_(output)
 
 
 class Activation(Tensor):
@@ -202,7 +202,8 @@ class Activation(Tensor):
         return self.plain().tolist()
 
     def data_ptr(self) -> int:
-        return self.settle().data_ptr()
+        written = self.settle()  # which this object keeps
+        return written.data_ptr()
 
     def plain(self) -> Tensor:
         """An ordinary tensor with the same values and the same history."""

@@ -20,6 +20,7 @@ from byteback.nn.activation import Activation, Poolable
 from byteback.nn.block import Call, run_block
 from byteback.nn.pending import BlockPlan, Pending, Stages, modes
 from byteback.nn.products import ConvProducts
+from byteback.nn.transforms import in_forward_ad
 from byteback.ops import layout
 
 _PLAIN = (Tensor, nn.Parameter, Activation, Poolable)
@@ -40,7 +41,7 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
         return False
     if x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if in_forward_ad() or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return not (_has_any_global_hook() or _is_hooked(layer) or any(map(_is_hooked, bound.swallowed)))
 
@@ -51,26 +52,28 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Tensor:
     """The output of `layer` as a tensor that waits for what follows."""
-    weight = layer.weight
+    weight, bias = layer.weight, layer.bias
     size, strides = _output_layout(x.shape, x.stride(), weight.shape, weight.stride(), products)
-    call = Call(layer, products, slot, strides, size[2:])
-    stages = Stages(partial(_run_unchanged, x, _version(x), call), layer.int8_block.plan, modes())
+    call = Call(layer, weight, bias, products, slot, strides, size[2:])
+    stages = Stages(partial(_run_unchanged, x, call, _versions(x, weight, bias)), layer.int8_block.plan, modes())
     pending = Pending(stages, size, strides, x.device)
     return pending.compute() if stages.plan.ends == "conv" else pending
 
 
-def _version(x: Tensor) -> int:
-    """How often x was written to; inference tensors do not count."""
-    return 0 if x.is_inference() else x._version
+def _versions(*tensors: Tensor | None) -> list[int]:
+    """How often each was written to; inference tensors do not count."""
+    return [0 if x is None or x.is_inference() else x._version for x in tensors]
 
 
-def _run_unchanged(x: Tensor, version: int, call: Call, stages: Stages) -> Tensor:
-    """The block, unless its input is no longer what the convolution was given."""
-    if _version(x) != version:
+def _run_unchanged(x: Tensor, call: Call, versions: list[int], stages: Stages) -> Tensor:
+    """The block, unless its operands are no longer what they were at the call."""
+    now = _versions(x, call.weight, call.bias)
+    if now != versions:
+        what = "input" if now[0] != versions[0] else "weight or bias"
         raise RuntimeError(
-            f"{call.layer.int8_name}: its input was written to in place after the call and before the block that it begins was "
-            "computed, which the traced forward does not do, so the input it needs is gone. Write out of place, or prepare the "
-            "model with fuse=False."
+            f"{call.layer.int8_name}: its {what} was written to in place after the call and before the block that it begins "
+            f"was computed, which the traced forward does not do, so the {what} it needs is gone. Write out of place, or "
+            "prepare the model with fuse=False."
         )
     return run_block(x, call, stages)
 

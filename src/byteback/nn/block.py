@@ -21,10 +21,12 @@ from byteback import ops
 from byteback.nn.activation import SHARED_RULE, Activation, Joins, Poolable, Source, carry, numbers
 from byteback.nn.functional import Operands, backward_products, chooses_both, forward_operands, output_operands, refuse_second
 from byteback.nn.inference import Deferred, Shown, can_defer
-from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, given_coefficients, input_gradient, of_batch
+from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, input_gradient, of_batch
 from byteback.nn.pending import BlockPlan, Stages
 from byteback.nn.products import ConvProducts
 from byteback.nn.residual import channels_last, residual_of
+from byteback.nn.undo import current_step
+from byteback.nn.weights import norm_as_given
 from byteback.ops import magnitude
 from byteback.quantize import QTensor
 
@@ -36,6 +38,8 @@ class Call(NamedTuple):
     """One call of a convolution that begins a block."""
 
     layer: Int8Layer
+    weight: Tensor  # that of the call: by the time the block is computed the layer may have another (functional_call)
+    bias: Tensor | None
     products: ConvProducts
     slot: int
     strides: tuple[int, ...]  # of the float result, as PyTorch would lay it out
@@ -44,11 +48,11 @@ class Call(NamedTuple):
 
 def run_block(x: Tensor, call: Call, stages: Stages) -> Tensor:
     """Computes a block as far as its stages are known."""
-    layer, norm = call.layer, stages.norm
+    norm = stages.norm
     gamma, beta = (norm.weight, norm.bias) if norm is not None else (None, None)
     sources: list[Source] = []
     with_grad = torch.is_grad_enabled()
-    output = Block.apply(x, layer.weight, layer.bias, gamma, beta, stages.residual, call, stages, with_grad, sources)
+    output = Block.apply(x, call.weight, call.bias, gamma, beta, stages.residual, call, stages, with_grad, sources)
     return output if isinstance(output, Activation) else carry(output, sources[0])
 
 
@@ -95,7 +99,7 @@ class Block(Function):
         if backs:
             ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
             ctx.name = layer.int8_name  # a layer that is restored before its backward pass has lost it
-            ctx.norm_training, ctx.activation = training, activation
+            ctx.norm_training, ctx.activation, ctx.step = training, activation, current_step()
             ctx.norm_eps = 0.0 if norm is None else norm.eps
             ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
             ctx.save_for_backward(*kept, mask, *normalized, *_tensors(kept_y))
@@ -125,7 +129,7 @@ def _deferred(
     """The block of a prediction: not even its product is computed before its reader says what it wants."""
     layer, plan = call.layer, stages.plan
     operands = output_operands(x, weight, layer, call.slot)
-    a, b = given_coefficients(stages.norm, bias, weight)
+    a, b = norm_as_given(layer, stages.norm, bias, weight)
     added = residual_of(residual, layer)
     needs_floats = plan.feeds_other or plan.feeds_pool
     size = (x.shape[0], weight.shape[0], *call.spatial)
@@ -253,6 +257,9 @@ class BlockGradient(NamedTuple):
 
     def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return ops.normalize_grad_quantize(self.parts, clip, key)
+
+    def by_ratio(self, ratio: float, key: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        return ops.normalize_grad_quantize_by_ratio(self.parts, ratio, key)
 
     def elements(self) -> int:
         return self.parts.g.numel()

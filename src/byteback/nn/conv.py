@@ -20,6 +20,7 @@ from byteback.nn.float_table import Geometry
 from byteback.nn.layer import Int8Layer, weight_number
 from byteback.nn.pending import settled
 from byteback.nn.products import ConvProducts
+from byteback.nn.transforms import is_recorded, record, refuse_script
 from byteback.recipes import Recipe
 
 
@@ -116,9 +117,12 @@ class _Int8Conv(_Convolution, Int8Layer):
 
     def forward(self, input: Tensor) -> Tensor:
         """output = input ⋆ weight + bias."""
+        if is_recorded(input):
+            return record(self, input)
         input = settled(input)
-        if not self.enabled or not (self.runs_int8() or may_fuse(self, input)):
+        if not self.enabled or (input.is_meta and self.weight.is_meta) or not (self.runs_int8() or may_fuse(self, input)):
             return super().forward(input)
+        self.check_call(input)
         x, products, batched = self._products(input)
         if batched and may_fuse(self, x):
             self.check_dtypes(x)
@@ -150,8 +154,13 @@ class FusedConvolution(_Convolution):
         """Never."""
         return False
 
+    def __prepare_scriptable__(self) -> None:
+        refuse_script(self.int8_name)
+
     def forward(self: Any, input: Tensor) -> Tensor:
         """output = input ⋆ weight + bias, in float."""
+        if is_recorded(input):
+            return record(self, input)
         input = settled(input)
         fits = input.dim() == len(self.kernel_size) + 2 and input.shape[1] == self.in_channels
         if not self.enabled or not fits or self.weight.dtype != torch.float32 or not may_fuse(self, input):

@@ -44,7 +44,7 @@ def _batch_norm(norm: Any, x: Tensor) -> Tensor:
 
 
 def _float_class(module: nn.Module) -> Any:
-    return getattr(type(module), "float_class", type(module))
+    return type(module).float_class if isinstance(module, FusedNorm) else type(module)
 
 
 class FusedNorm:

@@ -23,9 +23,20 @@ from torch.autograd import Function
 from byteback.nn.activation import SHARED_RULE, numbers, source_of
 from byteback.nn.joined import shared_floats
 from byteback.nn.products import Products
-from byteback.nn.weights import weight_as_int8
+from byteback.nn.undo import current_step, undo_step
+from byteback.nn.weights import refuse_training, weight_as_int8
 from byteback.ops import layout, magnitude
-from byteback.quantize import Adopted, PairedGradient, QTensor, Step, adopt, quantize_both, quantize_held
+from byteback.quantize import (
+    Adopted,
+    LazyGradient,
+    NonFiniteError,
+    PairedGradient,
+    QTensor,
+    Step,
+    adopt,
+    quantize_both,
+    quantize_held,
+)
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -49,6 +60,7 @@ class Int8Product(Function):
             output = output.contiguous()  # a block's integers lie channels last, whatever the model's memory format
         ctx.layer, ctx.products, ctx.slot, ctx.training = layer, products, slot, layer.training
         ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
+        ctx.step = current_step()
         ctx.save_for_backward(*kept)
         return output
 
@@ -70,10 +82,8 @@ class Operands(NamedTuple):
     w: Tensor | None = None
 
 
-class Gradient(PairedGradient, Protocol):
+class Gradient(PairedGradient, LazyGradient, Protocol):
     """The gradient of a product's output, which a fused block may be able to quantize without writing it out."""
-
-    def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...
 
 
 class FloatGradient(NamedTuple):
@@ -85,6 +95,9 @@ class FloatGradient(NamedTuple):
         return self.tensor
 
     def quantized(self, clip: Tensor, key: Tensor | None) -> None:
+        return None
+
+    def by_ratio(self, ratio: float, key: Tensor | None) -> None:
         return None
 
     def elements(self) -> int:
@@ -105,7 +118,7 @@ def forward_operands(
     if int8_output or (for_weight and int8_weight):
         x_q = _quantize_input(layer, x, slot, for_weight and int8_weight)
     if int8_output or (for_input and int8_input):
-        w_q = weight_as_int8(layer, weight, predicts=not (for_input or for_weight))
+        w_q = weight_as_int8(layer, weight)
     operands = None
     if int8_output:
         assert x_q is not None and w_q is not None
@@ -120,23 +133,23 @@ def forward_operands(
 def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> tuple[QTensor, QTensor]:
     """What the output is the product of, where no gradient will be asked for."""
     x_q = _quantize_input(layer, x, slot, False)
-    return x_q, weight_as_int8(layer, weight, predicts=True)
+    return x_q, weight_as_int8(layer, weight)
 
 
 def backward_products(
     ctx: Any, kept: Operands, gradient: Gradient, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """grad_input and grad_weight. ctx has layer, products, slot, training, input_size and weight_size."""
+    """grad_input and grad_weight. ctx has layer, products, slot, training, step, input_size and weight_size."""
     layer, products = ctx.layer, ctx.products
     for_input, for_weight = needs[0], needs[1]
-    g_q, g_q_for_weight = _quantize_gradient(
-        layer,
-        gradient,
-        ctx.slot,
-        ctx.training,
-        for_input and kept.w_values is not None,
-        for_weight and kept.x_values is not None,
-    )
+    if for_weight:
+        refuse_training(layer, "a gradient of its weight is asked for")
+    int8_input, int8_weight = for_input and kept.w_values is not None, for_weight and kept.x_values is not None
+    try:
+        g_q, g_q_for_weight = _quantize_gradient(layer, gradient, ctx.slot, ctx.training, int8_input, int8_weight)
+    except NonFiniteError:
+        undo_step(ctx.step)
+        raise
     grad_input = grad_weight = None
     if g_q is not None:
         assert kept.w_values is not None and kept.w_scale is not None
@@ -162,16 +175,17 @@ def refuse_second(name: str, grad_output: Tensor, grads: tuple[Tensor | None, ..
     """The gradients, made to refuse a second differentiation where one was prepared for."""
     if not torch.is_grad_enabled():
         return grads
-    # The anchor needs a gradient, which grad_output itself may not: that of a plain sum is a constant.
+    # The anchor needs a gradient, which grad_output itself may not: that of a plain sum is a constant. Both are in the graph,
+    # so that a derivative by grad_output, which torch.autograd.functional.jvp asks for, meets the error too.
     anchor = torch.zeros((), device=grad_output.device, requires_grad=True)
-    return _RefuseSecond.apply(name, anchor, *grads)
+    return _RefuseSecond.apply(name, anchor, grad_output, *grads)
 
 
 class _RefuseSecond(Function):
     """Makes the gradients differentiable in name, so that a second differentiation meets an error and not a silent zero."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, anchor: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, name: str, anchor: Tensor, through: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.name = name
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
@@ -250,7 +264,7 @@ def _quantize_gradient(
         noise = key if numerics.settings[field].rule.rounding == "stochastic" else None
         quantizer, handle = getattr(numerics, field), numerics.handles[field]
         if not compiling:
-            held = quantize_held(quantizer, gradient.quantized, handle, noise, step)
+            held = quantize_held(quantizer, gradient, handle, noise, step)
             if held is not None:
                 return held
         return quantizer.quantize(gradient.written(), handle, iteration, numerics.nonfinite, noise, slot, training)

@@ -107,8 +107,8 @@ class Joined(Source):
         last = self.shape[0], *self.shape[2:], width  # every rank has channels last, PyTorch's name for it or not
         order = layout.dense_strides(list(last), False)
         strides = order[0], order[-1], *order[1:-1]
-        values = None if clip is None else pool.empty(self.shape, strides, torch.int8)
-        output = pool.empty(self.shape, strides, torch.float32) if want_float else None
+        values = None if clip is None else pool.empty(self.shape, strides, torch.int8, self.device)
+        output = pool.empty(self.shape, strides, torch.float32, self.device) if want_float else None
         made, start = [], 0
         for part in self.parts:
             end = start + part.shape[1]

@@ -11,7 +11,6 @@ float32, and the output has autocast's dtype, as torch's own layer would give it
 
 from __future__ import annotations
 
-import threading
 import warnings
 import zlib
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,12 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from byteback.nn.calls import Shared, recomputing
 from byteback.nn.float_table import Geometry, why_float
 from byteback.nn.functional import RECOMPUTED, Int8Product
 from byteback.nn.numerics import LayerNumerics
 from byteback.nn.products import Products
-from byteback.nn.weights import KeptWeight
-from byteback.ops import native, pool
+from byteback.nn.transforms import refuse_script, refuse_transforms
+from byteback.nn.weights import Frozen, refuse_loading, refuse_training
+from byteback.ops import native
 from byteback.quantize import CALL_SLOTS, DEVIATION
 from byteback.recipes import Recipe, resolve
 
@@ -35,48 +36,19 @@ else:
 
 
 OWN_ATTRIBUTES = (
-    *("recipe", "enabled", "hooked", "scaling", "faster_in_float", "int8_name", "int8_shared", "int8_calls", "int8_kept"),
+    *("recipe", "enabled", "hooked", "scaling", "faster_in_float", "int8_name", "int8_shared", "int8_calls", "int8_frozen"),
 )
 """What `attach` puts into a layer's dictionary, besides `quantizers`, which is a child module."""
 
 
-SHARED = "byteback_shared"
-"""Where `prepare` leaves the Shared of a model's layers, so that a forward need not look for it."""
-
-
 class Scaling(Protocol):
-    """What is connected to the layer from above and must let go of it when it turns float again."""
+    """What is connected to the layer from above and must let go of it: when it turns float again, or is connected anew."""
 
     def drop(self, layer: Any) -> None: ...
 
+    def release(self, layer: Any) -> None: ...
 
-class Calls(threading.local):
-    """One thread's forward of a prepared model: the ordinals of its layers' calls, by layer."""
-
-    counting = False  # within a forward of the prepared model, where the ordinal of a call means something
-
-    def __init__(self) -> None:
-        self.ordinals: dict[int, int] = {}
-
-
-class Shared:
-    """What the layers of one prepared model have in common."""
-
-    def __init__(self) -> None:
-        self.warned = False
-        self.counting = False  # the same as in Calls, while torch.compile traces: it cannot follow thread-local data
-        self.calls = Calls()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"warned": self.warned}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        self.warned = state["warned"]
-
-    def is_counting(self) -> bool:
-        """Whether this thread is within a forward of the prepared model."""
-        return self.counting if torch.compiler.is_compiling() else self.calls.counting
+    def optimizer(self) -> Any: ...
 
 
 class Int8Layer(_Base):
@@ -104,10 +76,11 @@ class Int8Layer(_Base):
         self.scaling: Scaling | None = None
         self.int8_shared = shared or Shared()
         self.int8_calls = 0
-        self.int8_kept: KeptWeight | None = None
+        self.int8_frozen: Frozen | None = None
         self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
-        channels = self.channels()
-        self.quantizers = LayerNumerics(self.recipe, *channels, seed=seed, layer=layer, name=name).to(self.weight.device)
+        self.quantizers = LayerNumerics(
+            self.recipe, *self.channels(), seed, layer, name, depthwise=self.is_depthwise(), device=self.weight.device
+        )
 
     def detach(self) -> None:
         """Makes the layer the plain torch layer that it was."""
@@ -129,9 +102,12 @@ class Int8Layer(_Base):
 
     def shares_gradient(self) -> bool:
         """Whether the gradient's copy per channel serves grad_input too: in a depthwise convolution, which sums over no K."""
-        own, (in_channels, out_channels) = self.recipe.grad_output_for_weight, self.channels()
-        if own is None or own.per != "K" or not self.recipe.depthwise_shares:
-            return False
+        own = self.recipe.grad_output_for_weight
+        return own is not None and own.per == "K" and self.recipe.depthwise_shares and self.is_depthwise()
+
+    def is_depthwise(self) -> bool:
+        """Whether each channel is convolved by itself, so that no product sums over channels."""
+        in_channels, out_channels = self.channels()
         return 1 < in_channels == out_channels == getattr(self, "groups", 1)
 
     def runs_int8(self, product: str | None = None) -> bool:
@@ -142,16 +118,30 @@ class Int8Layer(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a loaded model has no optimizer of ours behind it.
-        return {**self.__dict__, "hooked": False, "scaling": None, "int8_kept": None}
+        return {**self.__dict__, "hooked": False, "scaling": None}
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves the layer. A frozen one quantizes its weight again, since what moved may be something else now."""
+        if self.int8_frozen is not None:
+            self.int8_frozen = Frozen()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
         """A float checkpoint resets the quantizers; one that leaves this layer out leaves them alone."""
+        refuse_loading(self)
+        if self.int8_shared.undo is not None:
+            self.int8_shared.undo.forget()  # of the weights that were
         own = prefix + "quantizers."
         if not any(key.startswith(own) for key in state_dict):
-            if prefix + "weight" in state_dict:
+            weight = state_dict.get(prefix + "weight")
+            if weight is not None:
+                if self.quantizers.seed.is_meta and local_metadata.get("assign_to_params_buffers", False):
+                    self.quantizers.to_empty(device=weight.device)  # where the weight will be
                 self.quantizers.reset()
             state_dict.update(self.quantizers.state_dict(prefix=own))  # what is here now counts as loaded
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def run(self, x: Tensor, products: Products) -> Tensor:
         """The product without bias, under the dtype rules above."""
@@ -164,6 +154,15 @@ class Int8Layer(_Base):
         with torch.autocast(device, enabled=False):
             output = Int8Product.apply(x.float(), self.weight, self, products, slot, with_grad)
         return output.to(dtype)
+
+    def check_call(self, input: Tensor) -> None:
+        """Refuses a call that cannot run in int8 now."""
+        if self.training:
+            refuse_training(self, "it was called in training mode")
+        refuse_transforms(self.int8_name, input, self.weight)
+
+    def __prepare_scriptable__(self) -> None:
+        refuse_script(self.int8_name)
 
     def check_dtypes(self, x: Tensor) -> None:
         """Refuses what no int8 product can take."""
@@ -186,7 +185,7 @@ class Int8Layer(_Base):
     # ---- call slots ----
 
     def next_slot(self) -> int:
-        if _recomputing():
+        if recomputing():
             return RECOMPUTED
         if not self.int8_shared.is_counting():
             return 0
@@ -250,49 +249,7 @@ def weight_number(weight: Tensor) -> int:
     """15 bits of a weight's contents: with them layers of different models draw different noise, and do so again next run."""
     if weight.device.type == "meta" or weight.numel() == 0:
         return 0
+    if hasattr(weight, "full_tensor"):  # FSDP2 has sharded it: every rank prepares, so every rank can ask for the whole
+        weight = weight.full_tensor()
     head = weight.detach().flatten()[:1024].to("cpu", torch.float32).contiguous()
     return zlib.crc32(head.numpy().tobytes()) & 0x7FFF
-
-
-def _recomputing() -> bool:
-    """Whether activation checkpointing is running a forward again, inside backward."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def begin_forward(model: nn.Module, _: Any) -> None:
-    """Forward pre-hook of a prepared model: calls are counted from here."""
-    _set_counting(model, True)
-
-
-def end_forward(model: nn.Module, _: Any, output: Any) -> None:
-    """Forward hook of a prepared model: a layer that is called on its own, later, is a first call.
-
-    Between the passes of a step the buffers of the forward pass are idle, and the system may have them.
-    """
-    _set_counting(model, False)
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _recomputing():
-        pool.offer()
-
-
-def _set_counting(model: nn.Module, counting: bool) -> None:
-    if _recomputing():
-        return
-    if not torch.compiler.is_compiling():
-        for calls in _counters(model):
-            calls.counting = counting
-            calls.ordinals.clear()
-        return
-    for module in model.modules():
-        if isinstance(module, Int8Layer):
-            module.int8_calls = 0 if counting else module.int8_calls
-            module.int8_shared.counting = counting
-
-
-def _counters(model: nn.Module) -> list[Calls]:
-    """The counters of a prepared model's layers: one, unless it was put together from several."""
-    shared: Shared | None = model.__dict__.get(SHARED)
-    if shared is not None:
-        return [shared.calls]
-    return list(
-        {id(layer.int8_shared): layer.int8_shared.calls for layer in model.modules() if isinstance(layer, Int8Layer)}.values()
-    )

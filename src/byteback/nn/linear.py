@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from byteback.nn.float_table import Geometry
 from byteback.nn.layer import Int8Layer, weight_number
 from byteback.nn.products import LinearProducts
+from byteback.nn.transforms import is_recorded, record
 from byteback.recipes import Recipe
 
 
@@ -36,8 +37,11 @@ class Int8Linear(Int8Layer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """output = input @ weightᵀ + bias, over the last axis."""
-        if not self.runs_int8():
+        if is_recorded(input):
+            return record(self, input)
+        if (input.is_meta and self.weight.is_meta) or not self.runs_int8():
             return super().forward(input)
+        self.check_call(input)
         if input.dim() < 1 or input.shape[-1] != self.in_features:
             raise ValueError(
                 f"{self.int8_name}: input has shape {tuple(input.shape)}, but this layer takes (..., {self.in_features}). "

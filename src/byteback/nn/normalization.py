@@ -55,8 +55,7 @@ def folded(norm: Norm | None, bias: Tensor | None, weight: Tensor) -> Normalized
         return Normalized(a, b, torch.zeros_like(a, dtype=torch.float64), torch.ones_like(a, dtype=torch.float64))
     assert norm.running_mean is not None and norm.running_var is not None
     mean = norm.running_mean.double()
-    invstd = 1.0 / (norm.running_var.double() + norm.eps).sqrt()
-    return Normalized(a, b, mean if bias is None else mean - bias, invstd)
+    return Normalized(a, b, mean if bias is None else mean - bias, ops.norm_invstd(norm.running_var, norm.eps))
 
 
 def given_coefficients(norm: Norm | None, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ strict=True and resets them; a checkpoint that has some but not all of them is a
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from byteback import ops
 from byteback.ops.limits import NUMERICS_VERSION
-from byteback.quantize import Quantizer, Settings, TensorRule, register
+from byteback.quantize import Quantizer, Settings, TensorRule, moved, register
 from byteback.recipes import Recipe
 
 GRADIENT_ROLES = ("grad_output", "grad_output_for_weight")
@@ -45,29 +46,44 @@ class LayerNumerics(nn.Module):
     nonfinite: Tensor
     numerics_version: Tensor
 
-    def __init__(self, recipe: Recipe, in_channels: int, out_channels: int, seed: int, layer: int, name: str) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        in_channels: int,
+        out_channels: int,
+        seed: int,
+        layer: int,
+        name: str,
+        depthwise: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        for buffer, value in (
-            ("numerics_version", NUMERICS_VERSION),
-            ("seed", signed64(seed)),
-            ("layer", layer),
-            ("count", 0),
-            ("iteration", 0),
-            ("nonfinite", 0),
-        ):
-            self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64))
-        self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True)
-        self.grad_output = Quantizer(_entries(recipe.grad_output, out_channels), tracks=False)
-        own = recipe.grad_output_for_weight
-        self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False) if own else None
-        self.settings = _settings(recipe, name)
+        self.initial = {
+            **{"numerics_version": NUMERICS_VERSION, "seed": signed64(seed), "layer": layer},
+            **{"count": 0, "iteration": 0, "nonfinite": 0},
+        }
+        for buffer, value in self.initial.items():
+            self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64, device=device))
+        self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True, device=device)
+        rule, own = recipe.grad_output_rule(depthwise), recipe.grad_output_for_weight
+        self.grad_output = Quantizer(_entries(rule, out_channels), tracks=False, device=device)
+        self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False, device=device) if own else None
+        self.settings = _settings(recipe, rule, name, depthwise)
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
-        self.nonfinite_seen = 0  # how much of `nonfinite` the optimizer's hook has dealt with
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Handles belong to a process, so a copy from another one gets its own."""
         super().__setstate__(state)
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerNumerics:
+        """Moves with the model; to memory that holds nothing yet it comes with the numbers of a new layer."""
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        for name, value in self.initial.items():
+            self._buffers[name] = moved(getattr(self, name), fn, value)
+        return self
 
     def next_noise_key(self, rank: int, count_iteration: bool) -> Tensor:
         """The key for this gradient's noise; the next gradient gets another one."""
@@ -80,12 +96,15 @@ class LayerNumerics(nn.Module):
 
     def reset(self) -> None:
         """Forgets everything but what names the noise: no gradient of a layer ever gets the noise of an earlier one."""
-        for quantizer in (self.input, self.grad_output, self.grad_output_for_weight):
-            if quantizer is not None:
-                quantizer.reset()
+        for quantizer in self.each():
+            quantizer.reset()
         for counter in (self.iteration, self.nonfinite):
             counter.zero_()
-        self.nonfinite_seen = 0
+        self.numerics_version.fill_(NUMERICS_VERSION)
+
+    def each(self) -> list[Quantizer]:
+        """The quantizers: of the input, and of one or two copies of the gradient."""
+        return [quantizer for quantizer in self._modules.values() if isinstance(quantizer, Quantizer)]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         version = state_dict.get(prefix + "numerics_version")
@@ -95,21 +114,22 @@ class LayerNumerics(nn.Module):
                 f"{NUMERICS_VERSION}; training goes on, but not with the bits that the old version would have given.",
                 stacklevel=2,
             )
-            state_dict[prefix + "numerics_version"] = torch.tensor(NUMERICS_VERSION)
+            state_dict[prefix + "numerics_version"] = torch.full_like(version, NUMERICS_VERSION)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.nonfinite_seen = int(self.nonfinite)  # a loaded count tells of steps long gone
+        for quantizer in self.each():
+            quantizer.unshared.zero_()  # what was measured before belongs to another run
 
 
 def _entries(rule: TensorRule, channels: int) -> int:
-    return channels if rule.per == "K" else 1
+    return rule.clip.entries(channels if rule.per == "K" else 1)
 
 
-def _settings(recipe: Recipe, name: str) -> dict[str, Settings]:
+def _settings(recipe: Recipe, grad_output: TensorRule, name: str, depthwise: bool) -> dict[str, Settings]:
     rules = {
         "input": recipe.input,
         "weight": recipe.weight,
-        "grad_output": recipe.grad_output,
-        "grad_output_for_weight": recipe.grad_output_for_weight or recipe.grad_output,
+        "grad_output": grad_output,
+        "grad_output_for_weight": recipe.grad_output_for_weight or grad_output,
     }
     return {
         field: Settings(
@@ -119,6 +139,7 @@ def _settings(recipe: Recipe, name: str) -> dict[str, Settings]:
             on_nonfinite=recipe.on_nonfinite,
             observe_every=recipe.observe_every,
             momentum=recipe.momentum,
+            by_channel=depthwise and field in GRADIENT_ROLES,
         )
         for field, rule in rules.items()
     }

@@ -8,12 +8,13 @@ of itself. The twin of a subclass is made when it is needed, so pickle cannot fi
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import nn
 
 from byteback.nn.conv import Int8Conv1d, Int8Conv2d, Int8Conv3d
-from byteback.nn.layer import Int8Layer
+from byteback.nn.layer import OWN_ATTRIBUTES, Int8Layer
 from byteback.nn.linear import Int8Linear
 
 INT8_CLASSES: dict[type[nn.Module], type[Int8Layer]] = {
@@ -43,6 +44,35 @@ def int8_class(cls: type[nn.Module]) -> type[nn.Module]:
     base = next(INT8_CLASSES[parent] for parent in cls.__mro__ if parent in INT8_CLASSES)
     members = {"float_class": cls, "__reduce_ex__": _reduce, "__module__": cls.__module__}
     return _twins.setdefault(cls, type(f"Int8{cls.__name__}", (base, cls), members))
+
+
+@cache
+def own_names(twin: Any) -> tuple[str, ...]:
+    """The names that a class of ours adds to the torch class it is made from: methods, attributes, what `attach` sets.
+
+    >>> "quantizers" in own_names(Int8Conv2d), "forward" in own_names(Int8Conv2d)
+    (True, False)
+    """
+    base = twin.float_class
+    theirs = set(dir(base)).union(*(vars(cls).get("__annotations__", ()) for cls in base.__mro__))
+    ours = [cls for cls in twin.__mro__ if cls not in base.__mro__]
+    named = {name for cls in ours for name in (*vars(cls), *vars(cls).get("__annotations__", ()))}
+    if issubclass(twin, Int8Layer):
+        named.update(OWN_ATTRIBUTES)
+    return tuple(sorted(name for name in named - theirs if not name.startswith("__")))
+
+
+def clash(module: nn.Module, twin: Any) -> str | None:
+    """A name of the user's, on the layer or in its class, that `twin` needs for itself.
+
+    >>> layer = nn.Conv2d(3, 8, 3)
+    >>> layer.recipe = "mine"
+    >>> clash(layer, Int8Conv2d), clash(nn.Conv2d(3, 8, 3), Int8Conv2d)
+    ('recipe', None)
+    """
+    classes = [vars(cls) for cls in type(module).__mro__ if cls not in twin.float_class.__mro__]
+    taken = (module.__dict__, module._parameters, module._buffers, module._modules, *classes)
+    return next((name for name in own_names(twin) if any(name in names for names in taken)), None)
 
 
 def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@
 Read `limits.py` (the contract's numbers), `scale_rule.py` (what may be multiplied with what), `reference.py` and
 `statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema*.py` (how PyTorch sees them);
 `normalize*.py`, `batch.py`, `batch_grad.py`, `finished.py` and `pairs.py` for the passes of the fused block around a
-convolution, which are plain functions, and `coefficients.py`, `magnitude.py`, `ledger.py`, `fingerprint.py` for the small
+convolution, which are plain functions, and `coefficients.py`, `magnitude.py`, `ledger.py` for the small
 arithmetic between them.
 
 Tensors of integers come as a pair (values: int8, scale: float32); the granularity is the shape of `scale`.
@@ -20,8 +20,16 @@ from torch import Tensor
 from byteback.ops import schema_products, schema_quantize
 from byteback.ops.batch import BatchNorm, NormalizedBatch, conv_normalize_batch, normalize_batch
 from byteback.ops.batch_grad import normalize_grad_batch
-from byteback.ops.coefficients import Coefficients, gradient_sums, norm_coefficients, norm_folded, norm_gradient
+from byteback.ops.coefficients import (
+    Coefficients,
+    gradient_sums,
+    norm_coefficients,
+    norm_folded,
+    norm_gradient,
+    norm_invstd,
+)
 from byteback.ops.finished import conv_normalize
+from byteback.ops.geometry import Axes, geometry, sizes, whole
 from byteback.ops.normalize import (
     ACTIVATIONS,
     SMOOTH,
@@ -42,12 +50,13 @@ from byteback.ops.normalize_grad import (
 )
 from byteback.ops.pairs import (
     Quantized,
+    normalize_grad_quantize_by_ratio,
     normalize_grad_quantize_pair,
     normalize_grad_tails,
     quantize_pair,
     tail_count_pair,
 )
-from byteback.ops.statistics import sum_channels
+from byteback.ops.statistics import sum_channels, sum_last
 
 __all__ = [
     "ACTIVATIONS",
@@ -62,6 +71,7 @@ __all__ = [
     "Residual",
     "SMOOTH",
     "absmax",
+    "channel_cosine_terms",
     "channel_stats",
     "conv_int8",
     "conv_int8_grad_input",
@@ -78,11 +88,13 @@ __all__ = [
     "norm_coefficients",
     "norm_folded",
     "norm_gradient",
+    "norm_invstd",
     "normalize",
     "normalize_batch",
     "normalize_grad",
     "normalize_grad_batch",
     "normalize_grad_quantize",
+    "normalize_grad_quantize_by_ratio",
     "normalize_grad_quantize_pair",
     "normalize_grad_sums",
     "normalize_grad_tails",
@@ -92,6 +104,7 @@ __all__ = [
     "quantize_max",
     "quantize_pair",
     "sum_channels",
+    "sum_last",
     "tail_count",
     "tail_count_pair",
 ]
@@ -119,12 +132,16 @@ def quantize_max(x: Tensor, axis: int = -1, key: Tensor | None = None) -> tuple[
     >>> values.tolist(), clip.tolist(), counts.tolist()
     ([[-127, 3, 64]], [[4.0]], [0, 0])
     """
-    return schema_quantize.quantize_max(x, axis, key)
+    return schema_quantize.quantize_max(x, whole("quantize_max", "axis", axis), key)
 
 
 def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int = 0) -> Tensor:
-    """The key of one gradient's noise: an int64 pair, different for each (seed, rank, layer, count)."""
-    return schema_quantize.noise_key(seed, layer, count, rank)
+    """The key of one gradient's noise: an int64 pair, different for each (seed, rank, layer, count).
+
+    Of the layer and the rank the low 32 bits count, of the seed and the count all 64. Both words of the key are below 2^32;
+    where a caller makes a key of other numbers, `quantize` and its kind read the low 32 bits of each.
+    """
+    return schema_quantize.noise_key(seed, layer, count, whole("noise_key", "rank", rank))
 
 
 def absmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -133,7 +150,7 @@ def absmax(x: Tensor, axis: int = -1) -> Tensor:
     >>> absmax(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), axis=1).tolist()
     [[2.0, 3.0]]
     """
-    return schema_quantize.absmax(x, axis)
+    return schema_quantize.absmax(x, whole("absmax", "axis", axis))
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,9 +177,27 @@ def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     return schema_quantize.dot_terms(x, values, scale)
 
 
-def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
-    """One row (x·q, q·q, x·x) for each candidate clip, with q rounded to nearest under that clip."""
-    return schema_quantize.cosine_terms(x, clips)
+def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool = False) -> Tensor:
+    """One row (x·q, q·q, x·x) for each candidate clip, with q rounded to nearest under that clip.
+
+    With `stochastic` the terms are those expected of stochastic rounding: with y the number before it is rounded and f its
+    fractional part, x·q is x·y and q·q is Σ (y² + f (1 - f)).
+
+    >>> x = torch.tensor([[127.0, 31.75]])
+    >>> cosine_terms(x, torch.tensor([127.0])).tolist(), cosine_terms(x, torch.tensor([127.0]), stochastic=True).tolist()
+    ([[17145.0, 17153.0, 17137.0625]], [[17137.0625, 17137.25, 17137.0625]])
+    """
+    return schema_quantize.cosine_terms(x, clips, stochastic)
+
+
+def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool = False) -> Tensor:
+    """`cosine_terms` of each channel by itself, for candidates (candidates, C) with a clip for each: (candidates, 3, C).
+
+    >>> x = torch.tensor([[127.0, 2.0]])
+    >>> channel_cosine_terms(x, torch.tensor([[127.0, 127.0], [127.0, 2.0]]))[:, 1].tolist()
+    [[16129.0, 4.0], [16129.0, 16129.0]]
+    """
+    return schema_quantize.channel_cosine_terms(x, clips, stochastic)
 
 
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
@@ -175,13 +210,21 @@ def conv_int8(
     x_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: Axes,
+    padding: Axes,
+    dilation: Axes,
     groups: int = 1,
 ) -> Tensor:
-    """output = (x ⋆ w) · (x_scale · w_scale): exact int8 convolution in one to three dimensions, float32 result."""
-    return schema_products.conv_int8(x, x_scale, w, w_scale, stride, padding, dilation, groups)
+    """output = (x ⋆ w) · (x_scale · w_scale): exact int8 convolution in one to three dimensions, float32 result.
+
+    stride, padding and dilation are one integer for all spatial axes, or one for each.
+
+    >>> x, w = torch.tensor([[[1, 2, 3]]], dtype=torch.int8), torch.tensor([[[1, -1]]], dtype=torch.int8)
+    >>> conv_int8(x, torch.ones(1, 1, 1), w, torch.ones(1, 1, 1), stride=1, padding=0, dilation=1).tolist()
+    [[[-1.0, -1.0]]]
+    """
+    rest = geometry("conv_int8", x.dim() - 2, (stride, padding, dilation, groups))
+    return schema_products.conv_int8(x, x_scale, w, w_scale, *rest)
 
 
 def conv_int8_grad_input(
@@ -190,13 +233,15 @@ def conv_int8_grad_input(
     w: Tensor,
     w_scale: Tensor,
     input_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: Axes,
+    padding: Axes,
+    dilation: Axes,
     groups: int = 1,
 ) -> Tensor:
     """grad_input = (g ⋆ᵀ w) · (g_scale · w_scale)."""
-    return schema_products.conv_int8_grad_input(g, g_scale, w, w_scale, input_size, stride, padding, dilation, groups)
+    op = "conv_int8_grad_input"
+    rest = geometry(op, w.dim() - 2, (stride, padding, dilation, groups))
+    return schema_products.conv_int8_grad_input(g, g_scale, w, w_scale, sizes(op, "input_size", input_size), *rest)
 
 
 def conv_int8_grad_weight(
@@ -205,13 +250,15 @@ def conv_int8_grad_weight(
     x: Tensor,
     x_scale: Tensor,
     weight_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: Axes,
+    padding: Axes,
+    dilation: Axes,
     groups: int = 1,
 ) -> Tensor:
     """grad_weight = (g ⋆ x) · (g_scale · x_scale), summed exactly over N, OH, OW however deep that is."""
-    return schema_products.conv_int8_grad_weight(g, g_scale, x, x_scale, weight_size, stride, padding, dilation, groups)
+    op = "conv_int8_grad_weight"
+    rest = geometry(op, x.dim() - 2, (stride, padding, dilation, groups))
+    return schema_products.conv_int8_grad_weight(g, g_scale, x, x_scale, sizes(op, "weight_size", weight_size), *rest)
 
 
 def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:

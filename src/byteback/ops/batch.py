@@ -17,17 +17,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from byteback.addresses import CPU, flat, known, last, new
 from byteback.ops import eager, native, native_kernels, pool, schema_products
-from byteback.ops.coefficients import CEILINGS, are_plain, norm_coefficients
+from byteback.ops.coefficients import CEILINGS, norm_coefficients
 from byteback.ops.finished import last_strides
-from byteback.ops.layout import is_last_dense
+from byteback.ops.geometry import geometry as checked_geometry
 from byteback.ops.normalize import Kept, Normalized, Residual, channel_stats, normalize, normalize_peak
-from byteback.ops.normalize_checks import check_activation, path_for
+from byteback.ops.normalize_checks import (
+    Running,
+    check_activation,
+    check_optional,
+    check_residual,
+    check_running,
+    check_tensor,
+    path_for,
+    tensors_of,
+)
 from byteback.ops.normalize_native import kept_numbers, residual_numbers
 from byteback.ops.normalize_reference import channels_last
 
 _library: Any = native.library
-_float32, _float64, _empty = torch.float32, torch.float64, torch.empty
+_float32, _float64, _int64, _int8, _uint8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
 
 
 class BatchNorm(NamedTuple):
@@ -37,7 +47,7 @@ class BatchNorm(NamedTuple):
     beta: Tensor | None
     bias: Tensor | None
     eps: float
-    running: tuple[Tensor, Tensor] | None
+    running: Running
     momentum: float
 
 
@@ -75,11 +85,13 @@ def normalize_batch(
     >>> result.peak.item(), result.made.output.tolist(), result.made.values.tolist()
     (1.0, [[0.0], [1.0]], [[0], [127]])
     """
-    vectors = _vectors(norm)
-    path = native.number()
-    if path is None or not _is_ready(x, vectors, residual):
+    op = "normalize_batch"
+    x = check_tensor(op, "x", x)
+    norm, residual, writable = _checked(op, x, norm, residual, activation, keep)
+    path = path_for(op, x, *_vectors(norm), *tensors_of(residual))
+    if path is None or not writable:
         return _step_by_step(x, norm, residual, activation, want_int8, want_float, want_mask, keep)
-    request, made, alive = _request(x, norm, vectors, residual, activation, want_int8, want_float, want_mask, keep)
+    request, made, alive = _request(x, norm, residual, activation, want_int8, want_float, want_mask, keep)
     _library.normalize_batch(path, *request)
     del alive
     return made
@@ -110,16 +122,18 @@ def conv_normalize_batch(
     >>> y.flatten().tolist(), result.made.output.flatten().tolist()
     ([1.0, 3.0], [0.0, 1.0])
     """
-    vectors = _vectors(norm)
-    path = path_for(x, x_scale, w, w_scale)
+    op = "conv_normalize_batch"
+    geometry = checked_geometry(op, x.dim() - 2, geometry)
+    path = path_for(op, x, x_scale, w, w_scale, *_vectors(norm), *tensors_of(residual))
     # Whoever watches operators, such as the profiler, shall see the product.
     if path is not None and w.numel() and eager.is_plain((x, x_scale, w, w_scale)):
         product = schema_products.output_plan(x, x_scale, w, w_scale, *geometry)
-        y = pool.empty(product.size, last_strides(product.size), _float32)
-        if _is_ready(y, vectors, residual):
+        y = pool.empty(product.size, last_strides(product.size), _float32, CPU)
+        norm, residual, writable = _checked(op, y, norm, residual, activation, keep)
+        if writable:
             x, w, scales, strides, factors = native_kernels.laid_out(path, product, x, x_scale, w, w_scale)
-            request, made, alive = _request(y, norm, vectors, residual, activation, want_int8, want_float, want_mask, keep)
-            operands = product.shape, x.data_ptr(), w.data_ptr(), scales, strides
+            request, made, alive = _request(y, norm, residual, activation, want_int8, want_float, want_mask, keep)
+            operands = product.shape, known(x), known(w), scales, strides
             native.last_kernel = _library.conv_normalize_batch(path, *operands, *request)
             del factors, alive
             return y, made
@@ -133,10 +147,23 @@ def _vectors(norm: BatchNorm) -> tuple[Tensor | None, ...]:
     return norm.gamma, norm.beta, norm.bias, *(norm.running or (None, None))
 
 
+def _checked(
+    op: str, x: Tensor, norm: BatchNorm, residual: Residual, activation: str, keep: str | None
+) -> tuple[BatchNorm, Residual, bool]:
+    """The norm and the residual of x, dense, and whether a kernel can write to the running statistics."""
+    check_activation(op, activation)
+    if keep not in (None, "bfloat16", "int8"):
+        raise ValueError(f"{op}: x cannot be kept as {keep!r}; there are 'bfloat16' and 'int8'.")
+    channels = x.shape[1]
+    gamma, beta, bias, eps, running, momentum = norm
+    gamma, beta = check_optional(op, "gamma", gamma, channels), check_optional(op, "beta", beta, channels)
+    bias, writable = check_optional(op, "bias", bias, channels), check_running(op, running, channels)
+    return BatchNorm(gamma, beta, bias, eps, running, momentum), check_residual(op, residual, x), writable
+
+
 def _request(
     x: Tensor,
     norm: BatchNorm,
-    vectors: tuple[Tensor | None, ...],
     residual: Residual,
     activation: str,
     want_int8: bool,
@@ -145,37 +172,36 @@ def _request(
     keep: str | None,
 ) -> tuple[tuple[Any, ...], NormalizedBatch, Tensor]:
     """What the native library is told, the result that it will fill, and what else must live until it has."""
-    known = _tells_its_peak(residual, activation)
-    channels = x.shape[1]
-    rows = x.numel() // channels
-    a, b, peak = _empty(channels, dtype=_float32), _empty(channels, dtype=_float32), _empty((), dtype=_float32)
-    mean, invstd = _empty(channels, dtype=_float64), _empty(channels, dtype=_float64)
+    told = _tells_its_peak(residual, activation)
+    count, channels = x.numel(), x.shape[1]
+    rows, width, vectors = count // channels, (channels + 7) // 8, _vectors(norm)
+    a, b, peak = new(channels, _float32), new(channels, _float32), new((), _float32)
+    mean, invstd = new(channels, _float64), new(channels, _float64)
     values = scale = counts = output = mask = None
     if want_int8:
-        values = pool.empty(x.shape, x.stride(), torch.int8)
-        scale, counts = _empty((1,) * x.dim(), dtype=_float32), _empty(2, dtype=torch.int64)
+        values, scale, counts = pool.empty_like(x, _int8), new((1,) * x.dim(), _float32), new(2, _int64)
     if want_float:
-        output = pool.empty(x.shape, x.stride(), _float32)
+        output = pool.empty_like(x)
     if want_mask and activation in CEILINGS:
-        width = (channels + 7) // 8
-        mask = pool.empty((rows, width), (width, 1), torch.uint8)
+        mask = pool.empty((rows, width), (width, 1), _uint8, CPU)
     kept = _place_for(x, keep)
-    place, kind, step, centre = kept_numbers(kept)
+    place, kind, step, centre = kept_numbers(kept, count, channels)
     results = (a, b, mean, invstd, peak, values, scale, counts, output, mask)
+    given = [flat(vector, _float32, channels) for vector in vectors]
     request = (
-        (rows, channels, x.data_ptr(), *[0 if v is None else v.data_ptr() for v in vectors], *residual_numbers(residual)),
+        (rows, channels, last(x, _float32, count), *given, *residual_numbers(residual, count)),
         norm.eps,
         norm.momentum,
         check_activation("normalize_batch", activation),
         activation != "none",
         CEILINGS.get(activation, math.inf),
-        known,
+        told,
         kind,
-        [*[0 if result is None else result.data_ptr() for result in results], place, step, centre],
+        [*[known(result) for result in results], place, step, centre],
         torch.get_num_threads(),
     )
     made = Normalized(values, scale, output, mask, counts, kept)
-    return request, NormalizedBatch(a, b, mean, invstd, peak if known or want_int8 else None, made), peak
+    return request, NormalizedBatch(a, b, mean, invstd, peak if told or want_int8 else None, made), peak
 
 
 def _tells_its_peak(residual: Residual, activation: str) -> bool:
@@ -188,24 +214,9 @@ def _place_for(x: Tensor, keep: str | None) -> Kept | None:
     if keep is None:
         return None
     if keep == "bfloat16":
-        return pool.empty(x.shape, x.stride(), torch.bfloat16)
-    if keep != "int8":
-        raise ValueError(f"normalize_batch: x cannot be kept as {keep!r}; there are 'bfloat16' and 'int8'.")
+        return pool.empty_like(x, torch.bfloat16)
     channels = x.shape[1]
-    return pool.empty(x.shape, x.stride(), torch.int8), _empty(channels, dtype=_float32), _empty(channels, dtype=_float32)
-
-
-def _is_ready(x: Tensor, vectors: tuple[Tensor | None, ...], residual: Residual) -> bool:
-    """Whether the native library can take these tensors as they are."""
-    if x.dtype is not _float32 or not x.is_cpu or x.dim() < 2 or not x.numel() or not is_last_dense(x.shape, x.stride()):
-        return False
-    if not are_plain(vectors, x.shape[1]):
-        return False
-    if residual is None:
-        return True
-    values, kind = (residual, _float32) if isinstance(residual, Tensor) else (residual[0], torch.int8)
-    fits = values.shape == x.shape and values.stride() == x.stride() and values.dtype is kind and values.is_cpu
-    return fits and (values is residual or (residual[1].numel() == 1 and residual[1].dtype is _float32))
+    return pool.empty_like(x, _int8), new(channels, _float32), new(channels, _float32)
 
 
 def _step_by_step(

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from byteback.addresses import flat, known, new
 from byteback.ops import native, pool
 from byteback.ops.coefficients import gradient_sums, norm_gradient
 from byteback.ops.normalize import Kept
-from byteback.ops.normalize_checks import check_gate, check_kept, check_tensor, path_for
+from byteback.ops.normalize_checks import check_gate, check_kept, check_tensor, check_vector, path_for, tensors_of
 from byteback.ops.normalize_grad import normalize_grad_sums
 from byteback.ops.normalize_native import backward_numbers
 
 _library: Any = native.library
-_float32, _float64, _empty = torch.float32, torch.float64, torch.empty
+_float32, _float64 = torch.float32, torch.float64
 
 
 class BatchGradient(NamedTuple):
@@ -58,10 +59,14 @@ def normalize_grad_batch(
     (3.0, -2.0)
     """
     op = "normalize_grad_batch"
-    path = path_for(g, *(x if isinstance(x, tuple) else (x,)), a, b, mask, mean, invstd)
+    g = check_tensor(op, "g", g)
+    x = check_kept(op, x, g)
+    gate = check_gate(op, g, a, b, mask, activation)
     channels = g.shape[1]
-    dense = all(v.is_contiguous() and v.numel() == channels for v in (a, mean, invstd))
-    if path is None or not dense or mean.dtype is not _float64 or invstd.dtype is not _float64:
+    a = check_vector(op, "a", a, channels)
+    mean, invstd = (check_vector(op, n, v, channels, _float64) for n, v in (("mean", mean), ("invstd", invstd)))
+    path = path_for(op, g, *tensors_of(x), *gate, a, mean, invstd)
+    if path is None:
         seen = normalize_grad_sums(g, x, a, b, mask, activation, want_masked=want_masked, want_squares=want_sums)
         count = g.numel() // max(channels, 1)
         q, r, gamma, beta = norm_gradient(a, mean, invstd, seen.total, seen.dot, count)
@@ -69,18 +74,15 @@ def normalize_grad_batch(
         if seen.squares is not None:
             sums = gradient_sums(a, q, r, mean, invstd, eps, seen.total, seen.dot, seen.squares, count)
         return BatchGradient(q, r, gamma, beta, seen.masked, sums)
-    g = check_tensor(op, "g", g)
-    x = check_kept(op, x, g)
-    gate = check_gate(op, g, a, b, mask, activation)
-    masked = pool.empty(g.shape, g.stride(), _float32) if want_masked else None
-    q, r, gamma, beta = (_empty(channels, dtype=_float32) for _ in range(4))
-    sums = (_empty(channels, dtype=_float64), _empty(channels, dtype=_float64)) if want_sums else None
+    masked = pool.empty_like(g) if want_masked else None
+    q, r, gamma, beta = (new(channels, _float32) for _ in range(4))
+    sums = (new(channels, _float64), new(channels, _float64)) if want_sums else None
     _library.normalize_grad_batch(
         path,
         backward_numbers(g, x, *gate, activation),
-        (a.data_ptr(), mean.data_ptr(), invstd.data_ptr()),
+        (flat(a, _float32, channels), flat(mean, _float64, channels), flat(invstd, _float64, channels)),
         eps,
-        [0 if to is None else to.data_ptr() for to in (q, r, gamma, beta, masked, *(sums or (None, None)))],
+        [known(to) for to in (q, r, gamma, beta, masked, *(sums or (None, None)))],
         torch.get_num_threads(),
     )
     return BatchGradient(q, r, gamma, beta, masked, sums)

@@ -14,18 +14,21 @@ native path; as PyTorch calls it would take longer than the pass over a small la
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from byteback.addresses import flat, known, new
 from byteback.ops import native
+from byteback.ops.normalize_checks import Running, check_activation, check_optional, check_running, check_vector, path_for
+from byteback.ops.rounded_once import divided_by, inverse, square_root
 
 CEILINGS = {"none": math.inf, "relu": math.inf, "relu6": 6.0}
 """Activations that never decrease, with their upper end: the extremes of a channel stay its extremes."""
 
 _library: Any = native.library
+_float32, _float64 = torch.float32, torch.float64
 
 
 class Coefficients(NamedTuple):
@@ -38,13 +41,6 @@ class Coefficients(NamedTuple):
     peak: Tensor
 
 
-def are_plain(vectors: Iterable[Tensor | None], channels: int) -> bool:
-    """Whether the native library can read each as `channels` floats; PyTorch, which takes the others, says what is wrong."""
-    return all(
-        v is None or (v.is_cpu and v.dtype is torch.float32 and v.numel() == channels and v.is_contiguous()) for v in vectors
-    )
-
-
 def norm_coefficients(
     stats: tuple[Tensor, Tensor, Tensor, Tensor],
     count: int,
@@ -52,7 +48,7 @@ def norm_coefficients(
     beta: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    running: tuple[Tensor, Tensor] | None,
+    running: Running,
     momentum: float,
     activation: str,
 ) -> Coefficients:
@@ -60,24 +56,31 @@ def norm_coefficients(
 
     `bias` is the convolution's, which x leaves out: a batch norm subtracts it again, so it only shifts the running mean.
     """
-    total, squares, low, high = stats
-    channels = total.shape[0]
-    plain = are_plain((gamma, beta, bias, *(running or ())), channels)
-    if native.number() is None or not plain or not total.is_cpu:
-        return _coefficients(stats, count, gamma, beta, bias, eps, running, momentum, activation)
-    a, b = torch.empty(channels, dtype=torch.float32), torch.empty(channels, dtype=torch.float32)
-    mean, invstd = torch.empty(channels, dtype=torch.float64), torch.empty(channels, dtype=torch.float64)
-    peak = torch.empty((), dtype=torch.float32)
-    addresses = [0 if vector is None else vector.data_ptr() for vector in (gamma, beta, bias, *(running or (None, None)))]
+    op, channels = "norm_coefficients", stats[0].numel()
+    check_activation(op, activation)
+    total, squares = (check_vector(op, n, v, channels, _float64) for n, v in zip(_SUMS, stats[:2], strict=True))
+    low, high = (check_vector(op, n, v, channels) for n, v in zip(("low", "high"), stats[2:], strict=True))
+    gamma, beta, bias = (check_optional(op, n, v, channels) for n, v in zip(_NORM, (gamma, beta, bias), strict=True))
+    writable, vectors = check_running(op, running, channels), (gamma, beta, bias, *(running or (None, None)))
+    path = path_for(op, total, squares, low, high, *vectors)
+    if path is None or not writable:
+        return _coefficients((total, squares, low, high), count, gamma, beta, bias, eps, running, momentum, activation)
+    a, b, peak = new(channels, _float32), new(channels, _float32), new((), _float32)
+    mean, invstd = new(channels, _float64), new(channels, _float64)
+    sums = flat(total, _float64, channels), flat(squares, _float64, channels)
+    given = [flat(vector, _float32, channels) for vector in (low, high, *vectors)]
     _library.norm_coefficients(
-        [channels, count, total.data_ptr(), squares.data_ptr(), low.data_ptr(), high.data_ptr(), *addresses],
+        [channels, count, *sums, *given],
         eps,
         momentum,
         activation != "none",
         CEILINGS.get(activation, math.inf),
-        [a.data_ptr(), b.data_ptr(), mean.data_ptr(), invstd.data_ptr(), peak.data_ptr()],
+        [known(vector) for vector in (a, b, mean, invstd, peak)],
     )
     return Coefficients(a, b, mean, invstd, peak)
+
+
+_SUMS, _NORM = ("total", "squares"), ("gamma", "beta", "bias")
 
 
 def _coefficients(
@@ -87,19 +90,19 @@ def _coefficients(
     beta: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    running: tuple[Tensor, Tensor] | None,
+    running: Running,
     momentum: float,
     activation: str,
 ) -> Coefficients:
     total, squares, low, high = stats
-    mean = total / count
-    var = (squares / count - mean * mean).clamp_min_(0.0)
+    mean = divided_by(total, count)
+    var = (divided_by(squares, count) - mean * mean).clamp_min_(0.0)
     if running is not None:
         seen = mean if bias is None else mean + bias
         unbiased = var * (count / (count - 1) if count > 1 else 0.0)
         for kept, now in zip(running, (seen.float(), unbiased.float()), strict=True):
             kept.mul_(1.0 - momentum).add_(now * momentum)
-    invstd = 1.0 / (var + eps).sqrt()
+    invstd = _invstd(var, eps)
     a = (invstd if gamma is None else gamma.double() * invstd).float()
     shift = mean * a.double()
     b = (-shift if beta is None else beta.double() - shift).float()
@@ -119,35 +122,70 @@ def norm_folded(
     >>> a.item(), b.item()
     (3.0, -3.0)
     """
+    op, channels = "norm_folded", mean.numel()
+    mean, var = check_vector(op, "mean", mean, channels), check_vector(op, "var", var, channels)
+    gamma, beta, bias = (check_optional(op, n, v, channels) for n, v in zip(_NORM, (gamma, beta, bias), strict=True))
     vectors = (mean, var, gamma, beta, bias)
-    channels = mean.shape[0]
-    if native.number() is None or not are_plain(vectors, channels):
+    if path_for(op, *vectors) is None:
         centre = mean.double() if bias is None else mean.double() - bias
-        invstd = 1.0 / (var.double() + eps).sqrt()
+        invstd = _invstd(var, eps)
         a = (invstd if gamma is None else gamma.double() * invstd).float()
         shift = centre * a.double()
         return a, (-shift if beta is None else beta.double() - shift).float()
-    a, b = torch.empty(channels, dtype=torch.float32), torch.empty(channels, dtype=torch.float32)
-    addresses = [0 if vector is None else vector.data_ptr() for vector in vectors]
-    _library.norm_folded([channels, *addresses], eps, a.data_ptr(), b.data_ptr())
+    a, b = new(channels, _float32), new(channels, _float32)
+    given = [flat(vector, _float32, channels) for vector in vectors]
+    _library.norm_folded([channels, *given], eps, known(a), known(b))
     return a, b
+
+
+def norm_invstd(var: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(var + eps) in float64, of a norm with given statistics: sum, root and quotient are each rounded once.
+
+    >>> norm_invstd(torch.tensor([4.0, 0.25]), 0.0).tolist()
+    [0.5, 2.0]
+    """
+    op, channels = "norm_invstd", var.numel()
+    var = check_vector(op, "var", var, channels)
+    if path_for(op, var) is None:
+        return _invstd(var, eps)
+    made = new((channels,), torch.float64)
+    _library.norm_invstd(channels, flat(var, _float32, channels), eps, known(made))
+    return made
+
+
+def _invstd(var: Tensor, eps: float) -> Tensor:
+    return inverse(square_root(var.double() + eps))
 
 
 def norm_gradient(
     a: Tensor, mean: Tensor, invstd: Tensor, total: Tensor, dot: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, r, grad_gamma, grad_beta) from total = Σg and dot = Σg·x over `count` pixels."""
-    if native.number() is None or not a.is_cpu:
+    """(q, r, grad_gamma, grad_beta) from total = Σg and dot = Σg·x over `count` pixels; a is float32, the others are float64.
+
+    >>> one = torch.ones(1)
+    >>> [v.item() for v in norm_gradient(one, one.double(), one.double(), one.double(), 3 * one.double(), 2)]
+    [-1.0, 0.5, 2.0, 1.0]
+    """
+    op, channels = "norm_gradient", a.numel()
+    a = check_vector(op, "a", a, channels)
+    given = _checked(op, channels, mean=mean, invstd=invstd, total=total, dot=dot)
+    if path_for(op, a, *given) is None:
+        mean, invstd, total, dot = given
         wide = a.double()
         gamma = (dot - mean * total) * invstd
-        q = (wide * invstd * gamma * (-1.0 / count)).float()
-        r = (wide * total * (-1.0 / count) - q.double() * mean).float()
+        share = -1.0 / count if count else -math.inf
+        q = (wide * invstd * gamma * share).float()
+        r = (wide * total * share - q.double() * mean).float()
         return q, r, gamma.float(), total.float()
-    channels = a.shape[0]
-    made = tuple(torch.empty(channels, dtype=torch.float32) for _ in range(4))
-    given = (a, mean, invstd, total, dot)
-    _library.norm_gradient([channels, count, *(t.data_ptr() for t in given)], [t.data_ptr() for t in made])
-    return made  # type: ignore[return-value]
+    made = new(channels, _float32), new(channels, _float32), new(channels, _float32), new(channels, _float32)
+    sums = [flat(vector, _float64, channels) for vector in given]
+    _library.norm_gradient([channels, count, flat(a, _float32, channels), *sums], [known(vector) for vector in made])
+    return made
+
+
+def _checked(op: str, channels: int, **vectors: Tensor) -> list[Tensor]:
+    """Float64 vectors over the channels, dense."""
+    return [check_vector(op, name, vector, channels, _float64) for name, vector in vectors.items()]
 
 
 def gradient_sums(
@@ -172,14 +210,19 @@ def gradient_sums(
     >>> [s.item() for s in gradient_sums(one, -one, one, one.double(), one.double(), 0.0, *sums, 2)]
     [6.0, 20.0]
     """
-    if native.number() is None or not a.is_cpu:
+    op, channels = "gradient_sums", a.numel()
+    a, q, r = (check_vector(op, name, v, channels) for name, v in (("a", a), ("q", q), ("r", r)))
+    wide = _checked(op, channels, mean=mean, invstd=invstd, total=total, dot=dot, squares=squares)
+    if path_for(op, a, q, r, *wide) is None:
+        mean, invstd, total, dot, squares = wide
         a, q, r = a.double(), q.double(), r.double()
-        var = (1.0 / (invstd * invstd) - eps).clamp_min(0.0)
+        var = (inverse(invstd * invstd) - eps).clamp_min(0.0)
         shift, centred = q * mean + r, dot - mean * total
         own = (a * a * squares + count * (q * q * var)) + count * (shift * shift)
         crossed = a * q * centred + a * shift * total
         return a * total + count * shift, own + 2.0 * crossed
-    made = torch.empty_like(total), torch.empty_like(total)
-    given = (a, mean, invstd, total, dot, squares, q, r)
-    _library.gradient_sums([a.shape[0], count, *(t.data_ptr() for t in given)], eps, *(t.data_ptr() for t in made))
+    made = new(channels, _float64), new(channels, _float64)
+    given = [flat(vector, _float64, channels) for vector in wide]
+    factors = [flat(vector, _float32, channels) for vector in (a, q, r)]
+    _library.gradient_sums([channels, count, factors[0], *given, *factors[1:]], eps, *[known(vector) for vector in made])
     return made

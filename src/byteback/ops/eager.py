@@ -30,7 +30,8 @@ def _ordinary() -> tuple[frozenset[int], frozenset[int]]:
     tensors, threads = set(), set()
     for inference in (False, True):
         with torch.inference_mode(inference):
-            tensors.add(_keys_of(torch.empty(0)).raw_repr())
+            # On the CPU, whatever torch.set_default_device says: else tensors of another device would count as plain.
+            tensors.add(_keys_of(torch.empty(0, device="cpu")).raw_repr())
             threads.add(_keys_of_thread().raw_repr())
     return frozenset(tensors), frozenset(threads)
 

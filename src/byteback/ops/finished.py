@@ -9,13 +9,16 @@ That is the definition, and the bits are the same. The native kernels hand each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from byteback.addresses import CPU, flat, known, new
 from byteback.ops import layout, native, native_kernels, pool, schema_products
+from byteback.ops.geometry import geometry as checked_geometry
 from byteback.ops.normalize import Into, Normalized, Residual, normalize
 from byteback.ops.normalize_checks import (
     check_activation,
@@ -26,7 +29,7 @@ from byteback.ops.normalize_checks import (
     path_for,
     tensors_of,
 )
-from byteback.ops.normalize_native import residual_numbers
+from byteback.ops.normalize_native import place, residual_numbers
 
 _library: Any = native.library
 
@@ -67,10 +70,11 @@ def conv_normalize(
     16.0
     """
     op = "conv_normalize"
-    path = path_for(x, x_scale, w, w_scale, a, b, *tensors_of(residual), clip)
+    geometry = checked_geometry(op, x.dim() - 2, geometry)
+    path = path_for(op, x, x_scale, w, w_scale, a, b, *tensors_of(residual), clip, *(into or ())[:2])
     if path is not None and w.numel():
         product = schema_products.output_plan(x, x_scale, w, w_scale, *geometry)
-        like = torch.empty_strided(product.size, (0,) * len(product.size))
+        like = torch.empty_strided(product.size, (0,) * len(product.size), dtype=torch.float32, device=CPU)
         a, b = check_vector(op, "a", a, product.channels), check_vector(op, "b", b, product.channels)
         residual, index = check_residual(op, residual, like), check_activation(op, activation)
         check_into(op, into, like, clip, want_float)
@@ -97,20 +101,26 @@ def _native(
     size, strides = product.size, last_strides(product.size)
     values = scale = output = counts = None
     if clip is not None:
-        values = pool.empty(size, strides, torch.int8) if into is None else into.values
-        scale, counts = torch.empty((1,) * len(size), dtype=torch.float32), torch.empty(2, dtype=torch.int64)
+        values = pool.empty(size, strides, torch.int8, CPU) if into is None else into.values
+        scale, counts = new((1,) * len(size), torch.float32), new(2, torch.int64)
     if want_float:
-        output = pool.empty(size, strides, torch.float32) if into is None else into.output
+        output = pool.empty(size, strides, torch.float32, CPU) if into is None else into.output
+    (a, b), channels, count = vectors, product.channels, math.prod(size)
+    follows = flat(a, torch.float32, channels), flat(b, torch.float32, channels), *residual_numbers(residual, count)
     kernel = _library.conv_normalize(
         path,
         product.shape,
-        x.data_ptr(),
-        w.data_ptr(),
+        known(x),
+        known(w),
         scales,
         scale_strides,
-        (vectors[0].data_ptr(), vectors[1].data_ptr(), *residual_numbers(residual)),
+        follows,
         activation,
-        *(0 if tensor is None else tensor.data_ptr() for tensor in (clip, values, scale, counts, output)),
+        flat(clip, torch.float32, 1),
+        place(values, torch.int8, count, into),
+        known(scale),
+        known(counts),
+        place(output, torch.float32, count, into),
         product.channels if into is None else into.pitch,
         torch.get_num_threads(),
     )

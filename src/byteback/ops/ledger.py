@@ -2,7 +2,7 @@
 """What a quantizer writes down after each tensor: one row of its buffers, for one call slot.
 
 In PyTorch these are a dozen operations on tensors of a few numbers, more time than the kernel of a small layer takes; the
-native library does the same in one call where the buffers lie on the CPU.
+native library does the same in one call where the buffers are dense, on the CPU, and of the dtypes that they were made with.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from byteback.addresses import flat, is_flat, known
 from byteback.ops import eager, native
 
-SATURATED, DEVIATION, GAUSSIAN, CLIP = range(4)  # columns of `observed`
+SATURATED, DEVIATION, GAUSSIAN, CLIP, WORST_CHANNEL = range(5)  # columns of `observed`
+XQ, QQ, XX, MEASURED, NONFINITE = range(5)  # columns of `unshared`
+
+_COLUMNS = 5
 
 _library: Any = native.library
+_float32, _int64 = torch.float32, torch.int64
 
 
 class Buffers(NamedTuple):
@@ -30,6 +35,7 @@ class Buffers(NamedTuple):
     seen: Tensor
     tracked: Tensor | None
     nonfinite: Tensor
+    unshared: Tensor
 
 
 class Entry(NamedTuple):
@@ -49,33 +55,59 @@ def write(buffers: Buffers, slot: int, entry: Entry) -> None:
     """Writes one entry into row `slot`."""
     clip, remember, searched, iteration, *columns, momentum = entry
     kept = clip if remember is None else remember
-    known = (buffers.clip, buffers.observed, clip) if kept is clip else (buffers.clip, buffers.observed, clip, kept)
-    plain = native.number() is not None and eager.is_plain(known)
-    if not plain or clip.dtype is not torch.float32 or kept.dtype is not torch.float32:
+    plain = eager.is_plain((clip,) if kept is clip else (clip, kept)) and clip.dtype is _float32 and kept.dtype is _float32
+    if native.number() is None or not plain or not _is_ready(buffers, slot):
         _write(buffers, slot, entry)
         return
-    dense = clip.contiguous()
-    kept = dense if kept is clip else kept.contiguous()
+    clip = clip.contiguous()
+    kept = clip if remember is None else kept.contiguous()
+    counts = clip.numel(), kept.numel()
     _library.write_ledger(
         _rows(buffers, slot, remember is not None, searched),
-        (dense.data_ptr(), dense.numel(), kept.data_ptr(), kept.numel(), iteration),
+        (flat(clip, _float32, counts[0]), counts[0], flat(kept, _float32, counts[1]), counts[1], iteration),
         columns,
         momentum,
     )
 
 
+def write_terms(buffers: Buffers, slot: int, terms: list[float]) -> None:
+    """Notes x·x̂, x̂·x̂ and x·x of a tensor, which several ranks add up before their optimizers step."""
+    buffers.unshared[slot, :NONFINITE].copy_(torch.tensor([*terms, 1.0], dtype=torch.float64, device=buffers.unshared.device))
+
+
+def write_nonfinite(buffers: Buffers) -> None:
+    """Notes a tensor with NaN or Inf."""
+    buffers.nonfinite.add_(1)
+    buffers.unshared[0, NONFINITE] += 1.0
+
+
+def _is_ready(buffers: Buffers, slot: int) -> bool:
+    """Whether the native library can write to row `slot`: load_state_dict(assign=True) may have put other tensors there."""
+    clip, initialized, updated_at, observed, seen, tracked, *_ = buffers
+    slots, channels = clip.shape
+    return (
+        0 <= slot < slots
+        and is_flat(clip, _float32, slots * channels)
+        and is_flat(initialized, _float32, slots)
+        and is_flat(updated_at, _int64, slots)
+        and is_flat(observed, _float32, slots * _COLUMNS)
+        and is_flat(seen, _float32, slots)
+        and (tracked is None or is_flat(tracked, _float32, slots * channels))
+    )
+
+
 def _rows(buffers: Buffers, slot: int, remembers: bool, searched: bool) -> tuple[int, ...]:
-    """The addresses of the slot's numbers, 0 for those that stay as they are. The buffers are dense by construction."""
-    clip, initialized, updated_at, observed, seen, tracked, _ = buffers
+    """The addresses of the slot's numbers, 0 for those that stay as they are."""
+    clip, initialized, updated_at, observed, seen, tracked, *_ = buffers
     channels = clip.shape[1]
     row, byte = slot * channels * 4, slot * 4
     return (
-        clip.data_ptr() + row if remembers else 0,
-        initialized.data_ptr() + byte,
-        updated_at.data_ptr() + 2 * byte if searched else 0,
-        observed.data_ptr() + 4 * byte,
-        0 if tracked is None else tracked.data_ptr() + row,
-        seen.data_ptr() + byte,
+        known(clip) + row if remembers else 0,
+        known(initialized) + byte,
+        known(updated_at) + 2 * byte if searched else 0,
+        known(observed) + _COLUMNS * byte,
+        0 if tracked is None else known(tracked) + row,
+        known(seen) + byte,
         channels,
     )
 
@@ -92,7 +124,7 @@ def _write(buffers: Buffers, slot: int, entry: Entry) -> None:
         if not math.isnan(value):
             columns[column] = value
     columns[CLIP] = float(entry.clip.amax())
-    buffers.observed[slot].copy_(torch.tensor(columns, dtype=torch.float32))
+    buffers.observed[slot].copy_(torch.tensor(columns, dtype=torch.float32, device=buffers.observed.device))
     if buffers.tracked is not None:
         _track(buffers.tracked[slot], entry.clip, bool(buffers.seen[slot]), entry.momentum)
     buffers.seen[slot] = 1.0

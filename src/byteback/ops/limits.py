@@ -7,7 +7,7 @@ Read `docs/1-scale-and-integer.md` for the derivations.
 
 from __future__ import annotations
 
-NUMERICS_VERSION = 6
+NUMERICS_VERSION = 7
 """Raised whenever equal inputs would give other bits, also when the float table changes; stored with every model."""
 
 QMAX = 127

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.ops import layout, native, pool, statistics
-from byteback.ops.normalize_checks import check_parts, path_for
+from byteback.addresses import flat, known, last, new
+from byteback.ops import native, pool, statistics
+from byteback.ops.normalize_checks import check_key, check_parts, check_tensor, check_vector, path_for, path_of_parts
 from byteback.ops.normalize_native import backward_numbers
 from byteback.ops.normalize_reference import GradientParts
 from byteback.ops.pairs import (
@@ -29,10 +30,11 @@ from byteback.ops.pairs import (
     quantize_pair,
     tail_count_pair,
 )
+from byteback.ops.rounded_once import divided_by, square_root
 from byteback.ops.schema_quantize import moments
 
 _library: Any = native.library
-_float32, _empty = torch.float32, torch.empty
+_float32, _float64, _int64, _int8 = torch.float32, torch.float64, torch.int64, torch.int8
 
 
 class Average(NamedTuple):
@@ -66,20 +68,20 @@ class Clips(NamedTuple):
 def sigma(total: Tensor, squares: Tensor, count: int) -> Tensor:
     """The standard deviation of `count` numbers from their sums."""
     count = max(count, 1)
-    mean = total / count
-    return (squares / count - mean * mean).clamp_min(0.0).sqrt().float()
+    mean = divided_by(total, count)
+    return square_root((divided_by(squares, count) - mean * mean).clamp_min(0.0)).float()
 
 
 def average(rule: Average, peak: Tensor, tail: Tensor, count: int, before: Tensor | None) -> tuple[Tensor, float]:
     """The clips, given max|g| and how many of `count` |g| exceed σ, and the share that is Gaussian."""
-    gaussian = tail.double() / max(count, 1) > rule.threshold
+    gaussian = divided_by(tail.double(), max(count, 1)) > rule.threshold
     clip = peak
     if before is not None:
         before = before.reshape(peak.shape)
         averaged = before * rule.keep + peak * rule.add
         # A channel that was all zero has nothing to average with: its next gradient is a first one.
         clip = torch.where(gaussian | (before == 0.0), peak, averaged)
-    return clip, float(gaussian.double().mean()) if gaussian.numel() else 0.0
+    return clip, int(gaussian.sum()) / max(gaussian.numel(), 1)
 
 
 Before = Tensor | None
@@ -90,25 +92,40 @@ def magnitude_clips(
     rule: Average, x: Tensor, moments: tuple[Tensor, Tensor, Tensor], before_one: Before, before_each: Before
 ) -> Clips:
     """Clips of x from ops.moments(x) and those of the last time."""
-    peak, total, squares = moments
-    path = path_for(x, peak, before_one, before_each)
-    if path is None or not _dense(*moments, before_one, before_each) or not layout.is_last_dense(x.shape, x.stride()):
-        each, one = _sigmas(total, squares, x)
-        return _averages(rule, x, peak, *tail_count_pair(x, each, one), before_one, before_each)
+    op = "magnitude_clips"
+    x = check_tensor(op, "x", x)
     channels = x.shape[1]
-    made = torch.empty((1,) * x.dim(), dtype=torch.float32), torch.empty_like(peak)
+    shape = (1, channels, *(1,) * (x.dim() - 2))
+    peak, total, squares = (
+        check_vector(op, name, moment.reshape(-1), channels, dtype)
+        for name, moment, dtype in zip(("peak", "total", "squares"), moments, (_float32, _float64, _float64), strict=True)
+    )
+    before_one, before_each = _check_before(op, before_one, before_each, channels)
+    path = path_for(op, x, peak, total, squares, before_one, before_each)
+    if path is None:
+        each, one = _sigmas(total.reshape(shape), squares.reshape(shape), x)
+        return _averages(rule, x, peak.reshape(shape), *tail_count_pair(x, each, one), before_one, before_each)
+    one, each = new((1,) * x.dim(), _float32), new(shape, _float32)
     shares = _library.magnitude_clips(
         path,
         x.numel() // channels,
         channels,
-        x.data_ptr(),
-        [tensor.data_ptr() for tensor in moments],
-        [0 if tensor is None else tensor.data_ptr() for tensor in (before_one, before_each)],
+        last(x, _float32, x.numel()),
+        (flat(peak, _float32, channels), flat(total, _float64, channels), flat(squares, _float64, channels)),
+        (flat(before_one, _float32, 1), flat(before_each, _float32, channels)),
         rule,
-        [tensor.data_ptr() for tensor in made],
+        (known(one), known(each)),
         torch.get_num_threads(),
     )
-    return Clips(*made, *shares)
+    return Clips(one, each, *shares)
+
+
+def _check_before(op: str, one: Before, each: Before, channels: int) -> tuple[Before, Before]:
+    """The clips of the last time as dense vectors."""
+    return (
+        None if one is None else check_vector(op, "before_one", one.reshape(-1), 1),
+        None if each is None else check_vector(op, "before_each", each.reshape(-1), channels),
+    )
 
 
 def gradient_clips(
@@ -140,29 +157,35 @@ def gradient_pair(
     want_one: bool,
 ) -> Paired:
     """`float_pair` of the dx of normalize_grad, which is not written, from Σdx and Σdx² of each channel, (C,)."""
-    parts, path = check_parts("gradient_pair", parts)
+    op = "gradient_pair"
+    parts, key = check_parts(op, parts), check_key(op, key)
     g = parts.g
-    if path is None or not _dense(*sums, before_one, before_each, key):
-        clips = gradient_clips(rule, parts, sums, before_one, before_each)
+    channels = g.shape[1]
+    total, squares = (check_vector(op, n, v, channels, _float64) for n, v in zip(("total", "squares"), sums, strict=True))
+    before_one, before_each = _check_before(op, before_one, before_each, channels)
+    path = path_of_parts(op, parts, total, squares, before_one, before_each, key)
+    if path is None:
+        clips = gradient_clips(rule, parts, (total, squares), before_one, before_each)
         return _paired(clips, normalize_grad_quantize_pair(parts, clips.one, clips.each, key), want_one)
-    shapes = (1,) * g.dim(), (1, g.shape[1], *(1,) * (g.dim() - 2))
-    chosen = _empty(shapes[0], dtype=_float32), _empty(shapes[1], dtype=_float32)
-    each = pool.empty_like(g, torch.int8), _empty(shapes[1], dtype=_float32)
-    one = (pool.empty_like(g, torch.int8), _empty(shapes[0], dtype=_float32)) if want_one else None
+    single, per_channel = (1,) * g.dim(), (1, channels, *(1,) * (g.dim() - 2))
+    clip, clip_each = new(single, _float32), new(per_channel, _float32)
+    values_each, scale_each = pool.empty_like(g, _int8), new(per_channel, _float32)
+    values, scale = (pool.empty_like(g, _int8), new(single, _float32)) if want_one else (None, None)
     gaussian, gaussian_each, saturated, saturated_each, nonfinite = _library.gradient_pair(
         path,
         backward_numbers(*parts),
-        (sums[0].data_ptr(), sums[1].data_ptr()),
-        (0 if before_one is None else before_one.data_ptr(), 0 if before_each is None else before_each.data_ptr()),
+        (flat(total, _float64, channels), flat(squares, _float64, channels)),
+        (flat(before_one, _float32, 1), flat(before_each, _float32, channels)),
         rule,
-        0 if key is None else key.data_ptr(),
-        (chosen[0].data_ptr(), chosen[1].data_ptr()),
-        (0 if one is None else one[0].data_ptr(), each[0].data_ptr()),
-        (0 if one is None else one[1].data_ptr(), each[1].data_ptr()),
+        flat(key, _int64, 2),
+        (known(clip), known(clip_each)),
+        (known(values), known(values_each)),
+        (known(scale), known(scale_each)),
         torch.get_num_threads(),
     )
-    clips = Clips(*chosen, gaussian, gaussian_each)
-    return Paired(clips, one, each, (saturated, saturated_each), nonfinite)
+    clips = Clips(clip, clip_each, gaussian, gaussian_each)
+    one = None if values is None or scale is None else (values, scale)
+    return Paired(clips, one, (values_each, scale_each), (saturated, saturated_each), nonfinite)
 
 
 def _paired(clips: Clips, made: tuple[Quantized, Quantized], want_one: bool) -> Paired:
@@ -170,10 +193,6 @@ def _paired(clips: Clips, made: tuple[Quantized, Quantized], want_one: bool) -> 
     saturated = counts.tolist()[0] if want_one else 0
     one = (values, scale) if want_one else None
     return Paired(clips, one, (values_each, scale_each), (saturated, counts_each.tolist()[0]), counts_each.tolist()[1])
-
-
-def _dense(*tensors: Tensor | None) -> bool:
-    return all(tensor is None or (tensor.is_cpu and tensor.is_contiguous()) for tensor in tensors)
 
 
 def _sigmas(total: Tensor, squares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from byteback.addresses import known, last, same_device
 from byteback.ops import native
 from byteback.ops.pixels import empty
 
@@ -75,8 +76,9 @@ def max_pool(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     x = x.contiguous(memory_format=torch.channels_last)
     numbers = _numbers(x.shape, window)
     size = numbers[0], numbers[3], *numbers[-2:]
-    y, taps = empty(size), empty(size, torch.uint8)
-    _library.max_pool(native.number(), numbers, x.data_ptr(), y.data_ptr(), taps.data_ptr(), torch.get_num_threads())
+    y, taps = empty(size, x.device), empty(size, x.device, torch.uint8)
+    made = known(y), known(taps)
+    _library.max_pool(native.number(), numbers, last(x, torch.float32, x.numel()), *made, torch.get_num_threads())
     return y, taps
 
 
@@ -88,17 +90,19 @@ def max_pool_grad(g: Tensor, taps: Tensor, size: Sequence[int], window: Window) 
             f"max_pool_grad: a gradient of shape {tuple(g.shape)} and {g.dtype} does not belong to windows over an image of "
             f"shape {tuple(size)}. Pass the gradient of what max_pool returned, in float32."
         )
-    dx = empty(size)
-    if native.number() is None:
+    same_device("max_pool_grad", (g, taps))
+    dx = empty(size, g.device)
+    if native.number() is None or not g.is_cpu or g.is_neg():
         return _gradient(g, taps, dx, window)
     g, taps = (part.contiguous(memory_format=torch.channels_last) for part in (g, taps))
-    _library.max_pool_grad(native.number(), numbers, g.data_ptr(), taps.data_ptr(), dx.data_ptr(), torch.get_num_threads())
+    given = last(g, torch.float32, g.numel()), last(taps, torch.uint8, g.numel())
+    _library.max_pool_grad(native.number(), numbers, *given, known(dx), torch.get_num_threads())
     return dx
 
 
 def _gradient(g: Tensor, taps: Tensor, dx: Tensor, window: Window) -> Tensor:
     """The same by PyTorch, for a path that changed between the passes: taps become the places that it wants."""
-    rows, columns = (torch.arange(count) for count in taps.shape[2:])
+    rows, columns = (torch.arange(count, device=taps.device) for count in taps.shape[2:])
     taps = taps.long()
     h = rows[:, None] * window.stride[0] - window.padding[0] + taps // window.kernel[1] * window.dilation[0]
     w = columns * window.stride[1] - window.padding[1] + taps % window.kernel[1] * window.dilation[1]

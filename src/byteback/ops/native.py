@@ -7,9 +7,14 @@
     avx512vnni  the same, with matrix products and Winograd by AVX-512 VNNI
 
 Every path gives the same bits. Without a word from the user the best path that can run here is taken; `with path(...)` or
-the environment variable BYTEBACK_PATH (read once) choose another one. avx512vnni is compared with generic on small
-products before it is first used, and refused with a warning if a bit differs. The native paths serve CPU tensors; tensors
-elsewhere are served by the reference.
+the environment variable BYTEBACK_PATH (read once) choose another one. avx512vnni is tried on small products and on sums as
+deep as an int32 holds before it is first used, and refused with a warning if a bit differs. The native paths serve CPU
+tensors; tensors elsewhere are served by the reference.
+
+A `with path(...)` block belongs to the thread that opens it, as torch.no_grad() does: a thread that the user starts begins
+without one. Autograd may run a backward pass in threads of its own (one per GPU, another where backward passes nest deeply).
+They take the path of the thread that called backward(), because the choice is kept among the thread-local objects that
+PyTorch hands on to them.
 """
 
 from __future__ import annotations
@@ -18,9 +23,12 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+
+from torch._C import _get_obj_in_tls, _is_key_in_tls, _stash_obj_in_tls
+from torch.compiler import is_dynamo_compiling
 
 try:
     library: ModuleType | None = importlib.import_module("byteback._native")
@@ -36,7 +44,8 @@ _NUMBERS = {"generic": 0, "avx2": 1, "avx512vnni": 2}  # enum class Path in csrc
 _SHARED = {"avx512vnni": ("avx2/depthwise",)}
 _SELF_CHECKED = ("avx512vnni",)  # no machine of the project's tests is sure to have it
 
-_chosen: list[str] = []  # by `with path(...)`, innermost last
+_KEY = "byteback_path"  # of a thread's open blocks, innermost last, among PyTorch's thread-local objects
+_open: list[list[str]] = []  # the blocks that are open in any thread: most of the time none, and nothing need be looked up
 last_kernel = ""
 """The native kernel that served the last product, such as "avx2/winograd"; empty after the reference."""
 
@@ -95,7 +104,16 @@ _best = available()[0]
 
 def current() -> str:
     """The path that the next operator takes."""
-    return _chosen[-1] if _chosen else _default()
+    chosen = _open and _chosen()
+    return chosen[-1][0] if chosen else _default()
+
+
+def _chosen() -> Sequence[list[str]]:
+    """The blocks that this thread is in."""
+    if is_dynamo_compiling():  # it cannot follow thread-local data: what is open in any thread counts
+        return _open
+    found: tuple[list[str], ...] = _get_obj_in_tls(_KEY) if _is_key_in_tls(_KEY) else ()
+    return found
 
 
 @functools.cache
@@ -109,8 +127,8 @@ def _default() -> str:
 
 
 def is_chosen() -> bool:
-    """Whether a `with path(...)` block is open: then every product runs in int8 on that path, float serves none."""
-    return bool(_chosen)
+    """Whether a `with path(...)` block is open here: then every product runs in int8 on that path, float serves none."""
+    return bool(_open and _chosen())
 
 
 def number() -> int | None:
@@ -120,18 +138,23 @@ def number() -> int | None:
 
 @contextmanager
 def path(name: str) -> Iterator[None]:
-    """Runs every operator on one path, in this process, for as long as the block lasts; float serves no product in it.
+    """Runs every operator on one path for as long as the block lasts; float serves no product in it.
+
+    The block counts in this thread, and in a backward pass that is called in it. Other threads open blocks of their own.
 
     >>> with path("reference"):
     ...     current()
     'reference'
     """
     _check(name, f"path({name!r}) was asked for. Leave it out to use {_best!r}.")
-    _chosen.append(name)
+    block = [name]  # a list, to be known from another one of the same name: blocks of two tasks of asyncio may overlap
+    _stash_obj_in_tls(_KEY, (*_chosen(), block))
+    _open.append(block)
     try:
         yield
     finally:
-        _chosen.pop()
+        _open.remove(block)  # this one or an equal one; in one step, as other threads may be at it
+        _stash_obj_in_tls(_KEY, tuple(other for other in _chosen() if other is not block))
 
 
 def _check(name: str, asked: str) -> None:

@@ -3,6 +3,7 @@
 
 The library reads activations as N, D, H, W, C and weights as K, T, R, S, C, dense. A channels_last tensor is that already;
 others are copied, contiguous ones by the library's own transpose. 1-D and 2-D convolutions are 3-D ones with sizes of 1.
+The operators have checked the arguments; addresses.py checks what a kernel will read, unless a plan has proved it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from byteback.addresses import CPU, dense, flat, known, new
 from byteback.ops import layout, native, pool
 from byteback.ops.scale_rule import combine_scales
 
 # Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
 _threads = torch.get_num_threads
-_FLOAT32 = torch.float32
+_FLOAT32, _FLOAT64, _INT64, _INT8 = torch.float32, torch.float64, torch.int64, torch.int8
 
 
 def _library() -> Any:
@@ -32,9 +34,9 @@ _TILE = 16  # bytes on either side of a tile in csrc/transpose_avx2.cpp
 
 def _transpose(path: int, source: Tensor, result: Tensor, batch: int, rows: int, columns: int) -> Tensor:
     """Dense matrices (rows, columns) as (columns, rows), each."""
-    size = source.element_size()
-    args = (path, batch, rows, columns, size, source.data_ptr(), result.data_ptr(), torch.get_num_threads())
-    _library().transpose(*args)
+    count = batch * rows * columns
+    addresses = dense(source, source.dtype, count), known(result)
+    _library().transpose(path, batch, rows, columns, source.element_size(), *addresses, torch.get_num_threads())
     return result
 
 
@@ -44,7 +46,7 @@ def _channels_last(path: int, x: Tensor) -> Tensor:
     pixels = math.prod(x.shape[2:])
     if pixels < _TILE or not x.is_contiguous():  # the taps of a 3x3 weight fill no tile: PyTorch's copy is faster
         return x.movedim(1, -1).contiguous()
-    return _transpose(path, x, pool.empty_like(x), n, c, pixels)
+    return _transpose(path, x, pool.empty_like(x, x.dtype), n, c, pixels)
 
 
 def _three(values: Any, fill: int) -> list[int]:
@@ -127,27 +129,24 @@ def laid_out(
     a = a if plan.a_is_last else _channels_last(path, a)
     b = b if plan.b_is_last else _channels_last(path, b)
     if plan.single:
-        return a, b, (a_scale.data_ptr(), b_scale.data_ptr()), (0, 0), a_scale
+        return a, b, (known(a_scale), known(b_scale)), (0, 0), a_scale
     scales = combine_scales(plan.product, a_scale, b_scale, plan.groups, plan.channels).contiguous()
     rows, columns = scales.shape[:2]
-    return a, b, (scales.data_ptr(), 0), (columns if rows > 1 else 0, 1 if columns > 1 else 0), scales
+    strides = (columns if rows > 1 else 0, 1 if columns > 1 else 0)
+    return a, b, (flat(scales, _FLOAT32, rows * columns), 0), strides, scales
 
 
 def run(path: int, plan: Plan, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     """The product in the memory format that the plan says."""
-    result = pool.empty(plan.size, plan.strides, _FLOAT32)
+    result = pool.empty(plan.size, plan.strides, _FLOAT32, CPU)
     function = getattr(_library(), _FUNCTIONS[plan.product])
     if plan.is_plain:
-        scales = a_scale.data_ptr(), b_scale.data_ptr()
-        native.last_kernel = function(
-            path, plan.shape, a.data_ptr(), b.data_ptr(), *scales, 0, 0, result.data_ptr(), _threads()
-        )
+        operands = known(a), known(b), known(a_scale), known(b_scale)
+        native.last_kernel = function(path, plan.shape, *operands, 0, 0, known(result), _threads())
         return result
     a, b, addresses, strides, alive = laid_out(path, plan, a, a_scale, b, b_scale)
     buffer = result if plan.result_is_last else pool.empty_like(result)
-    native.last_kernel = function(
-        path, plan.shape, a.data_ptr(), b.data_ptr(), *addresses, *strides, buffer.data_ptr(), _threads()
-    )
+    native.last_kernel = function(path, plan.shape, known(a), known(b), *addresses, *strides, known(buffer), _threads())
     del alive  # the scales, until here
     if buffer is result:
         return result
@@ -168,8 +167,9 @@ def matmul_int8(path: int, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
 
 
 def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
-    key = torch.empty(2, dtype=torch.int64)
-    _library().noise_key(seed.data_ptr(), layer.data_ptr(), count.data_ptr(), rank, key.data_ptr())
+    key = new(2, _INT64)
+    counters = flat(seed, _INT64, 1), flat(layer, _INT64, 1), flat(count, _INT64, 1)
+    _library().noise_key(*counters, rank, known(key))
     return key
 
 
@@ -197,31 +197,33 @@ def _strides(per_scale: Tensor) -> tuple[int, int]:
     return (per_scale.shape[1] if per_scale.shape[0] > 1 else 0), (1 if per_scale.shape[1] > 1 else 0)
 
 
-def _like(x: Tensor, dense: Tensor, values: Tensor) -> Tensor:
+def _like(x: Tensor, laid: Tensor, values: Tensor) -> Tensor:
     """Integers made of a dense copy of x, laid out as x asks for."""
-    return values if dense is x else torch.empty_like(x, dtype=torch.int8).copy_(values)
+    return values if laid is x else torch.empty_like(x, dtype=torch.int8).copy_(values)
 
 
 def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dense, rows = _rows(x, per_sample=clip.shape[0] > 1)
+    laid, rows = _rows(x, per_sample=clip.shape[0] > 1)
     clip = clip.contiguous()
-    values, scale = pool.empty_like(dense, torch.int8), torch.empty_like(clip)
-    counts, peak = torch.empty(2, dtype=torch.int64), torch.empty_strided((), (), dtype=torch.float32)
+    key = key if key is None else key.contiguous()
+    values, scale = pool.empty_like(laid, _INT8), torch.empty_like(clip)
+    counts, peak = new(2, _INT64), new((), _FLOAT32)
+    count, clips = x.numel(), clip.numel()
     _library().quantize(
         path,
         rows,
-        dense.data_ptr(),
-        clip.data_ptr(),
+        dense(laid, _FLOAT32, count),
+        flat(clip, _FLOAT32, clips),
         *_strides(clip),
-        clip.numel(),
-        0 if key is None else key.contiguous().data_ptr(),
-        values.data_ptr(),
-        scale.data_ptr(),
-        counts.data_ptr(),
-        peak.data_ptr(),
+        clips,
+        flat(key, _INT64, 2),
+        known(values),
+        known(scale),
+        known(counts),
+        known(peak),
         torch.get_num_threads(),
     )
-    return _like(x, dense, values), scale, counts, peak
+    return _like(x, laid, values), scale, counts, peak
 
 
 class QuantizePlan(NamedTuple):
@@ -234,18 +236,18 @@ class QuantizePlan(NamedTuple):
 
 def quantize_plan(x: Tensor, axis: int) -> QuantizePlan:
     """The plan for x and an axis of -1, 0 or 1."""
-    dense, rows = _rows(x, per_sample=axis == 0)
-    layouts = (tuple(dense.shape), dense.stride(), *_clip_layout(x.shape, axis))
-    return QuantizePlan(dense is x, rows, layouts)
+    laid, rows = _rows(x, per_sample=axis == 0)
+    layouts = (tuple(laid.shape), laid.stride(), *_clip_layout(x.shape, axis))
+    return QuantizePlan(laid is x, rows, layouts)
 
 
 def quantize_max(path: int, plan: QuantizePlan, x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, ...]:
-    dense = x if plan.is_dense else x.contiguous()
+    laid = x if plan.is_dense else x.contiguous()
     key = key if key is None else key.contiguous()
-    noise = 0 if key is None else key.data_ptr()
-    made = _library().quantize_max(path, plan.rows, dense.data_ptr(), axis, noise, *plan.layouts, pool.limit, _threads())
+    noise = flat(key, _INT64, 2)
+    made = _library().quantize_max(path, plan.rows, known(laid), axis, noise, *plan.layouts, pool.limit, _threads())
     values, scale, clip, counts = map(pool.tensor_of, made)
-    return _like(x, dense, values), scale, clip, counts
+    return _like(x, laid, values), scale, clip, counts
 
 
 @lru_cache(maxsize=4096)
@@ -256,78 +258,83 @@ def _clip_layout(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], tu
 
 def _empty_clip(x: Tensor, axis: int) -> Tensor:
     """One float for the whole of x (axis -1) or for each index of `axis`. With strides given, PyTorch is twice as fast."""
-    return torch.empty_strided(*_clip_layout(x.shape, axis), dtype=torch.float32)
+    return torch.empty_strided(*_clip_layout(x.shape, axis), dtype=_FLOAT32, device=CPU)
 
 
 def absmax(path: int, x: Tensor, axis: int) -> Tensor:
-    dense, rows = _rows(x, per_sample=axis == 0)
+    laid, rows = _rows(x, per_sample=axis == 0)
     result = _empty_clip(x, axis)
-    _library().absmax(path, rows, dense.data_ptr(), result.data_ptr(), axis, torch.get_num_threads())
+    _library().absmax(path, rows, dense(laid, _FLOAT32, x.numel()), known(result), axis, torch.get_num_threads())
     return result
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dense, rows = _rows(x)
+    laid, rows = _rows(x)
     shape = [1, x.shape[1], *(1,) * (x.dim() - 2)]
-    peak = torch.empty(shape, dtype=torch.float32)
-    total, squares = torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.float64)
-    _library().moments(
-        native.number(),
-        rows,
-        dense.data_ptr(),
-        peak.data_ptr(),
-        total.data_ptr(),
-        squares.data_ptr(),
-        torch.get_num_threads(),
-    )
+    peak, total, squares = new(shape, _FLOAT32), new(shape, _FLOAT64), new(shape, _FLOAT64)
+    made = known(peak), known(total), known(squares)
+    _library().moments(native.number(), rows, dense(laid, _FLOAT32, x.numel()), *made, torch.get_num_threads())
     return peak, total, squares
 
 
 def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
-    dense, rows = _rows(x)
+    laid, rows = _rows(x)
     threshold = threshold.contiguous()
-    counts = torch.empty([1, x.shape[1], *(1,) * (x.dim() - 2)], dtype=torch.int64)
-    channel = 1 if threshold.numel() > 1 else 0
+    channels = x.shape[1]
+    counts = new([1, channels, *(1,) * (x.dim() - 2)], _INT64)
+    single = threshold.numel() == 1
     _library().tail_count(
-        native.number(), rows, dense.data_ptr(), threshold.data_ptr(), channel, counts.data_ptr(), torch.get_num_threads()
+        native.number(),
+        rows,
+        dense(laid, _FLOAT32, x.numel()),
+        flat(threshold, _FLOAT32, 1 if single else channels),
+        0 if single else 1,
+        known(counts),
+        torch.get_num_threads(),
     )
     return counts
 
 
 def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    dense, rows = _rows(x, per_sample=scale.shape[0] > 1)
-    q = values if values.stride() == dense.stride() else torch.empty_like(dense, dtype=torch.int8).copy_(values)
+    laid, rows = _rows(x, per_sample=scale.shape[0] > 1)
+    q = values if values.stride() == laid.stride() else torch.empty_like(laid, dtype=_INT8).copy_(values)
     scale = scale.contiguous()
-    terms = torch.empty(3, dtype=torch.float64)
+    terms = new(3, _FLOAT64)
     _library().dot_terms(
         native.number(),
         rows,
-        dense.data_ptr(),
-        q.data_ptr(),
-        scale.data_ptr(),
+        dense(laid, _FLOAT32, x.numel()),
+        dense(q, _INT8, x.numel()),
+        flat(scale, _FLOAT32, math.prod(scale.shape[:2])),
         *_strides(scale),
-        terms.data_ptr(),
+        known(terms),
         torch.get_num_threads(),
     )
     return terms
 
 
-def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
-    dense, rows = _rows(x)
-    clips = clips.contiguous()
-    terms = torch.empty(clips.shape[0], 3, dtype=torch.float64)
-    _library().cosine_terms(
-        native.number(), rows, dense.data_ptr(), clips.data_ptr(), clips.shape[0], terms.data_ptr(), torch.get_num_threads()
-    )
+def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    return _cosine_terms(x, clips, stochastic, new((clips.shape[0], 3), _FLOAT64))
+
+
+def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    return _cosine_terms(x, clips, stochastic, new((clips.shape[0], 3, x.shape[1]), _FLOAT64))
+
+
+def _cosine_terms(x: Tensor, clips: Tensor, stochastic: bool, terms: Tensor) -> Tensor:
+    laid, rows = _rows(x)
+    clips, count, per_channel = clips.contiguous(), clips.shape[0], clips.dim() == 2
+    given = dense(laid, _FLOAT32, x.numel()), flat(clips, _FLOAT32, count * (x.shape[1] if per_channel else 1))
+    options = count, per_channel, stochastic
+    _library().cosine_terms(native.number(), rows, *given, *options, known(terms), torch.get_num_threads())
     return terms
 
 
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
-    dense, rows = _rows(x)
-    terms = torch.empty(5, dtype=torch.float64)
-    _library().cosine_slope_terms(
-        native.number(), rows, dense.data_ptr(), clip.item(), terms.data_ptr(), torch.get_num_threads()
-    )
+    laid, rows = _rows(x)
+    terms = new(5, _FLOAT64)
+    given = dense(laid, _FLOAT32, x.numel()), clip.item()
+    _library().cosine_slope_terms(native.number(), rows, *given, known(terms), torch.get_num_threads())
     return terms
 
 

@@ -7,6 +7,7 @@
 
 Philox makes one key per gradient and a cheap hash does the rest: Philox for each element would cost as much as the
 quantization itself. u lies strictly between 0 and 1, so floor(y + u) keeps every integer, and zero above all, as it is.
+Of a key's words the low 32 bits count, whatever an int64 holds above them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def uniform_like(x: Tensor, key: Tensor) -> Tensor:
     pixels = n
     for size in spatial:
         pixels *= size
-    k0, k1 = key[0], key[1]
+    k0, k1 = (key & _MASK).unbind()
     index = torch.arange(pixels * pairs, device=x.device)
     h = _mix32((((index * _PAIR_STRIDE) + k0) & _MASK) ^ k1)
     halves = torch.stack((h & 0xFFFF, h >> 16), dim=-1).reshape(pixels, 2 * pairs)[:, :c]

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from byteback.addresses import same_device
 from byteback.ops import normalize_native as kernels
 from byteback.ops import normalize_reference as plain
 from byteback.ops import pool
@@ -74,8 +75,9 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     >>> [s.tolist() for s in channel_stats(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))]
     [[3.0, -2.5], [5.0, 9.25], [1.0, -3.0], [2.0, 0.5]]
     """
-    x = check_tensor("channel_stats", "x", x)
-    path = path_for(x)
+    op = "channel_stats"
+    x = check_tensor(op, "x", x)
+    path = path_for(op, x)
     if path is not None:
         return kernels.channel_stats(path, x)
     with torch.no_grad():
@@ -93,7 +95,7 @@ def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activati
     channels = x.shape[1]
     a, b, index = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels), check_activation(op, activation)
     residual = check_residual(op, residual, x)
-    path = path_for(x, a, b, *tensors_of(residual))
+    path = path_for(op, x, a, b, *tensors_of(residual))
     if path is not None:
         return kernels.normalize_peak(path, x, a, b, residual, index)
     with torch.no_grad():
@@ -132,11 +134,11 @@ def normalize(
     channels = x.shape[1]
     a, b, index = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels), check_activation(op, activation)
     residual = check_residual(op, residual, x)
-    check_into(op, into, x, clip, want_float)
+    places = check_into(op, into, x, clip, want_float)
     clip = None if clip is None else check_one(op, "clip", clip)
     want_mask = want_mask and activation not in SMOOTH
     kept = None if keep is None else _room(op, x, low, high, mean, keep)
-    path = path_for(x, a, b, *tensors_of(residual), clip, *tensors_of(kept))
+    path = path_for(op, x, a, b, *tensors_of(residual), clip, *tensors_of(kept), *places)
     if path is not None:
         return Normalized(*kernels.normalize(path, x, a, b, residual, index, clip, want_float, want_mask, kept, into))
     with torch.no_grad():
@@ -160,6 +162,7 @@ def _room(op: str, x: Tensor, low: Tensor | None, high: Tensor | None, mean: Ten
     channels = x.shape[1]
     centre = check_vector(op, "mean", mean.to(torch.float32), channels)
     low, high = check_vector(op, "low", low, channels), check_vector(op, "high", high, channels)
+    same_device(op, (x, centre, low, high))
     with torch.no_grad():
         return pool.empty_like(x, torch.int8), plain.norm_step(low, high, centre), centre
 
@@ -178,7 +181,7 @@ def pack_norm(x: Tensor, low: Tensor | None, high: Tensor | None, mean: Tensor |
     op = "pack_norm"
     x = check_tensor(op, "x", x)
     kept = _room(op, x, low, high, mean, kind)
-    path = path_for(x, *tensors_of(kept))
+    path = path_for(op, x, *tensors_of(kept))
     if path is not None:
         kernels.pack_norm(path, x, kept)
     else:

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks at the door of normalize.py and pairs.py: each returns its argument, dense and ready for a kernel."""
+"""The checks at the door of the fused block's functions: each returns its argument, dense and ready for a kernel.
+
+An unusual layout is copied, a wrong dtype or shape refused, on every path. `path_for` comes after them: it refuses tensors on
+different devices and says who serves the others.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from byteback.addresses import is_part, same_device
 from byteback.ops import native
 from byteback.ops import normalize_reference as plain
 from byteback.ops.normalize_reference import GradientParts, Into, Kept, Residual
@@ -14,6 +19,7 @@ ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu")
 SMOOTH = ("hardswish", "silu")  # their derivative is no mask
 _INDEX = {name: index for index, name in enumerate(ACTIVATIONS)}
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_RUNNING = ("running mean", "running variance")
 _float32 = torch.float32
 
 
@@ -45,35 +51,60 @@ def check_residual(op: str, residual: Residual, x: Tensor) -> Residual:
     return _dense(values), check_one(op, "the residual's scale", scale)
 
 
-def check_into(op: str, into: Into | None, x: Tensor, clip: Tensor | None, want_float: bool) -> None:
-    """Refuses a place that is missing or does not have the shape of x; how it lies is the caller's promise."""
-    for name, there, wanted in (
-        ()
-        if into is None
-        else (
-            ("values", into.values, clip is not None),
-            ("output", into.output, want_float),
-        )
+def check_into(op: str, into: Into | None, x: Tensor, clip: Tensor | None, want_float: bool) -> tuple[Tensor, ...]:
+    """The places that will be written to. Refuses one that is missing or is no slice of a channels-last tensor."""
+    if into is None:
+        return ()
+    places = []
+    for name, there, dtype, wanted in (
+        ("values", into.values, torch.int8, clip is not None),
+        ("output", into.output, _float32, want_float),
     ):
-        if wanted and (there is None or there.shape != x.shape or there.stride(1) != 1):
+        if not wanted:
+            continue
+        if there is None or there.shape != x.shape or there.dtype is not dtype or not _is_slice(there, into.pitch):
+            found = None if there is None else f"{there.dtype} of shape {tuple(there.shape)} and strides {there.stride()}"
             raise ValueError(
-                f"{op}: into.{name} is {None if there is None else tuple(there.shape)}, but the result has shape "
-                f"{tuple(x.shape)} and its channels lie side by side. Pass a slice along axis 1 of a channels-last tensor."
+                f"{op}: into.{name} is {found}, but the result is {dtype} of shape {tuple(x.shape)}, and its channels are "
+                f"neighbours among the {into.pitch} of a pixel. Pass a slice along axis 1 of a channels-last tensor."
             )
+        places.append(there)
+    return tuple(places)
 
 
-def check_vector(op: str, name: str, vector: Tensor | None, channels: int) -> Tensor:
+def _is_slice(x: Tensor, pitch: int) -> bool:
+    return is_part(x, x.dtype, pitch) if x.is_cpu else True  # PyTorch, which writes to other devices, takes any layout
+
+
+def check_vector(op: str, name: str, vector: Tensor | None, channels: int, dtype: torch.dtype = _float32) -> Tensor:
     """A per-channel vector, checked and dense."""
+    if vector is not None and vector.dtype is dtype and vector.dim() == 1 and vector.numel() == channels:
+        return vector.contiguous()
     if vector is None:
         raise TypeError(f"{op}: {name} is None, but this activation needs z = a·x + b. Pass the vectors of the forward pass.")
-    if vector.dtype is not _float32:
-        raise TypeError(f"{op}: {name} has dtype {vector.dtype}, but this pass is defined in float32. Call .float() on it.")
-    if vector.dim() != 1 or vector.shape[0] != channels:
-        raise ValueError(
-            f"{op}: {name} has shape {tuple(vector.shape)}, but there are {channels} channels; it needs one number for each, "
-            f"as shape ({channels},). Flatten it."
-        )
-    return vector.contiguous()
+    if vector.dtype is not dtype:
+        short = str(dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} has dtype {vector.dtype}, but this pass takes it in {short}. Call .to({dtype}) on it.")
+    raise ValueError(
+        f"{op}: {name} has shape {tuple(vector.shape)}, but there are {channels} channels; it needs one number for each, "
+        f"as shape ({channels},). Pass such a vector."
+    )
+
+
+Running = tuple[Tensor, Tensor] | None
+
+
+def check_running(op: str, running: Running, channels: int) -> bool:
+    """Whether a kernel can write to the running statistics, which are never copied; refuses those that nobody can."""
+    if running is None:
+        return True
+    dense = [vector is check_vector(op, name, vector, channels) for name, vector in zip(_RUNNING, running, strict=True)]
+    return all(dense)
+
+
+def check_optional(op: str, name: str, vector: Tensor | None, channels: int) -> Tensor | None:
+    """A per-channel vector that may be missing."""
+    return None if vector is None else check_vector(op, name, vector, channels)
 
 
 def check_one(op: str, name: str, number: Tensor) -> Tensor:
@@ -104,15 +135,17 @@ def check_key(op: str, key: Tensor | None) -> Tensor | None:
     return key.contiguous()
 
 
-def path_for(x: Tensor, *others: Tensor | None) -> int | None:
-    """The native path for these tensors; None for the reference, which takes other devices and empty tensors."""
+def path_for(op: str, x: Tensor, *others: Tensor | None) -> int | None:
+    """The native path for these tensors; None for the reference, which takes other devices and empty tensors.
+
+    All of them must be on one device. A tensor whose sign is a bit (x.conj().imag) goes to the reference: its memory holds -x.
+    """
     native.last_kernel = ""
-    if not x.numel():
-        return None
     for tensor in (x, *others):
-        if tensor is not None and not tensor.is_cpu:
+        if tensor is not None and (not tensor.is_cpu or tensor.is_neg()):
+            same_device(op, (x, *others))
             return None
-    return native.number()
+    return native.number() if x.numel() else None
 
 
 def check_kept(op: str, x: Kept, g: Tensor) -> Kept:
@@ -160,15 +193,21 @@ def check_gate(
     return None, None, mask
 
 
-def check_parts(op: str, parts: GradientParts) -> tuple[GradientParts, int | None]:
-    """A gradient that is not written out, checked, and the native path for it."""
+def check_parts(op: str, parts: GradientParts) -> GradientParts:
+    """A gradient that is not written out, checked."""
     g, x, a, b, mask, activation, p, q, r = parts
     g = check_tensor(op, "g", g)
     x = check_kept(op, x, g)
     a, b, mask = check_gate(op, g, a, b, mask, activation)
     channels = g.shape[1]
     p, q, r = check_vector(op, "p", p, channels), check_vector(op, "q", q, channels), check_vector(op, "r", r, channels)
-    return GradientParts(g, x, a, b, mask, activation, p, q, r), path_for(g, *tensors_of(x), a, b, mask, p, q, r)
+    return GradientParts(g, x, a, b, mask, activation, p, q, r)
+
+
+def path_of_parts(op: str, parts: GradientParts, *others: Tensor | None) -> int | None:
+    """The native path for a gradient that is not written out and for what else is read with it."""
+    g, x, a, b, mask, _, p, q, r = parts
+    return path_for(op, g, *tensors_of(x), a, b, mask, p, q, r, *others)
 
 
 def tensors_of(x: Kept | Residual) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ from byteback.ops.normalize_checks import (
     check_parts,
     check_tensor,
     path_for,
+    path_of_parts,
     tensors_of,
 )
 from byteback.ops.normalize_reference import GradientParts, Kept
@@ -65,7 +66,7 @@ def normalize_grad_sums(
     g = check_tensor(op, "g", g)
     x = check_kept(op, x, g)
     a, b, mask = check_gate(op, g, a, b, mask, activation)
-    path = path_for(g, *tensors_of(x), a, b, mask)
+    path = path_for(op, g, *tensors_of(x), a, b, mask)
     if path is not None:
         numbers = kernels.backward_numbers(g, x, a, b, mask, activation)
         return GradSums(*kernels.normalize_grad_sums(path, g, numbers, want_masked, want_squares))
@@ -81,7 +82,9 @@ def normalize_grad(parts: GradientParts) -> Tensor:
     >>> normalize_grad(GradientParts(g, x, None, None, None, "none", 2 * one, one, 10 * one)).tolist()
     [[15.0, 13.0]]
     """
-    parts, path = check_parts("normalize_grad", parts)
+    op = "normalize_grad"
+    parts = check_parts(op, parts)
+    path = path_of_parts(op, parts)
     if path is not None:
         return kernels.normalize_grad(path, parts.g, kernels.backward_numbers(*parts))
     with torch.no_grad():
@@ -97,8 +100,9 @@ def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | No
     [[64, 25]]
     """
     op = "normalize_grad_quantize"
-    parts, path = check_parts(op, parts)
+    parts = check_parts(op, parts)
     clip, key = check_one(op, "clip", clip), check_key(op, key)
+    path = path_of_parts(op, parts, clip, key)
     if path is not None:
         return kernels.normalize_grad_quantize(path, parts.g, kernels.backward_numbers(*parts), clip, key)
     with torch.no_grad():

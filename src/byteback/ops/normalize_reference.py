@@ -14,6 +14,7 @@ from torch import Tensor
 
 from byteback.ops import reference, statistics
 from byteback.ops.limits import QMAX, ZERO_SCALE
+from byteback.ops.rounded_once import divided_by, inverse
 
 # exp(t) = 2^n · e^r: n = round(t · log2 e), r = (t - n · LN2_HIGH) - n · LN2_LOW (n · LN2_HIGH is exact),
 # e^r = ((c5 r + c4) r² + (c3 r + c2)) r² + r + 1 with the smallest greatest error for |r| <= ln2 / 2.
@@ -65,11 +66,6 @@ def column(vector: Tensor, x: Tensor) -> Tensor:
     return vector.reshape(1, -1, *(1,) * (x.dim() - 2))
 
 
-def _number(value: float, like: Tensor) -> Tensor:
-    # PyTorch may evaluate a division by a Python number as a product with its reciprocal, which rounds twice.
-    return torch.full_like(like, value)
-
-
 def exponential(t: Tensor) -> Tensor:
     """exp(t) as a fixed sequence of float32 operations; relative error below 2e-7, infinite from 88.4 on.
 
@@ -101,7 +97,7 @@ def activate(z: Tensor, activation: str) -> Tensor:
     if activation == "relu6":
         return _below_six(_above_zero(z))
     if activation == "hardswish":
-        return (z * _below_six(_above_zero(z + 3.0))) / _number(6.0, z)
+        return divided_by(z * _below_six(_above_zero(z + 3.0)), 6.0)
     if activation == "silu":
         return z / (1.0 + exponential(-z))
     return z
@@ -117,8 +113,8 @@ def passes(z: Tensor, activation: str) -> Tensor:
 def _slope(z: Tensor, activation: str) -> Tensor:
     """The derivative of hardswish and silu."""
     if activation == "hardswish":
-        return torch.where(z < -3.0, 0.0, torch.where(z <= 3.0, z / _number(3.0, z) + 0.5, 1.0))
-    s = _number(1.0, z) / (1.0 + exponential(-z))
+        return torch.where(z < -3.0, 0.0, torch.where(z <= 3.0, divided_by(z, 3.0) + 0.5, 1.0))
+    s = inverse(1.0 + exponential(-z))
     return s * (1.0 + z * (1.0 - s))
 
 
@@ -180,7 +176,7 @@ def normalize(
 def norm_step(low: Tensor, high: Tensor, centre: Tensor) -> Tensor:
     """The int8 step of each channel: its farthest value is 127 steps from the centre."""
     reach = torch.maximum((low - centre).abs(), (high - centre).abs())
-    return torch.where(statistics.is_live(reach), reach / _number(float(QMAX), reach), ZERO_SCALE)
+    return torch.where(statistics.is_live(reach), divided_by(reach, QMAX), ZERO_SCALE)
 
 
 def pack_norm(x: Tensor, kept: Kept) -> None:
@@ -189,7 +185,7 @@ def pack_norm(x: Tensor, kept: Kept) -> None:
         kept.copy_(x)
         return
     values, step, centre = kept
-    y = (x - column(centre, x)) * column(_number(1.0, step) / step, x)
+    y = (x - column(centre, x)) * column(inverse(step), x)
     values.copy_(torch.where(torch.isnan(y), 0.0, y.clamp(-QMAX, QMAX).round()))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from byteback.addresses import flat, known, last, new
 from byteback.ops import native, pool, reference, statistics
 from byteback.ops import normalize_checks as doors
 from byteback.ops import normalize_reference as plain
@@ -25,6 +26,7 @@ Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 """values, scale, counts, peak"""
 
 _library: Any = native.library
+_float32, _int64 = torch.float32, torch.int64
 
 
 def tail_count_pair(x: Tensor, each: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,21 +41,21 @@ def tail_count_pair(x: Tensor, each: Tensor, threshold: Tensor) -> tuple[Tensor,
     channels = x.shape[1]
     each, threshold = doors.check_vector(op, "each", each, channels), doors.check_one(op, "threshold", threshold)
     shape = (1, channels, *(1,) * (x.dim() - 2))
-    path = doors.path_for(x, each, threshold)
+    path = doors.path_for(op, x, each, threshold)
     if path is None:
         with torch.no_grad():
             one = threshold.reshape((1,) * x.dim())
             return statistics.tail_count(x, plain.column(each, x)), statistics.tail_count(x, one)
-    over_each, over_all = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+    over_each, over_all = new(shape, _int64), new(shape, _int64)
     _library.tail_count_pair(
         path,
         x.numel() // channels,
         channels,
-        x.data_ptr(),
-        each.data_ptr(),
-        threshold.data_ptr(),
-        over_each.data_ptr(),
-        over_all.data_ptr(),
+        last(x, _float32, x.numel()),
+        flat(each, _float32, channels),
+        flat(threshold, _float32, 1),
+        known(over_each),
+        known(over_all),
         torch.get_num_threads(),
     )
     return over_each, over_all
@@ -68,21 +70,25 @@ def normalize_grad_tails(parts: GradientParts, each: Tensor, threshold: Tensor) 
     [[[2.0, 3.0]], [[2, 0]], [[2, 1]]]
     """
     op = "normalize_grad_tails"
-    parts, path = doors.check_parts(op, parts)
+    parts = doors.check_parts(op, parts)
     g = parts.g
     channels = g.shape[1]
     each, threshold = doors.check_vector(op, "each", each, channels), doors.check_one(op, "threshold", threshold)
+    path = doors.path_of_parts(op, parts, each, threshold)
     if path is None:
         with torch.no_grad():
             dx = plain.normalize_grad(parts)
             return statistics.absmax(dx, 1), *tail_count_pair(dx, each, threshold)
     shape = (1, channels, *(1,) * (g.dim() - 2))
-    peak = torch.empty(shape, dtype=torch.float32)
-    over_each, over_all = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+    peak, over_each, over_all = new(shape, _float32), new(shape, _int64), new(shape, _int64)
     _library.normalize_grad_tails(
         path,
         backward_numbers(*parts),
-        *(tensor.data_ptr() for tensor in (each, threshold, peak, over_each, over_all)),
+        flat(each, _float32, channels),
+        flat(threshold, _float32, 1),
+        known(peak),
+        known(over_each),
+        known(over_all),
         torch.get_num_threads(),
     )
     return peak, over_each, over_all
@@ -110,13 +116,12 @@ def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor
     op = "quantize_pair"
     x = doors.check_tensor(op, "x", x)
     clip, each, key = _check_clips(op, x, clip, clip_per_channel, key)
-    path = doors.path_for(x, clip, each, key)
+    path = doors.path_for(op, x, clip, each, key)
     if path is None:
         return _pair(x, clip, each, key)
-    channels = x.shape[1]
-    return _native_pair(
-        x, clip, each, key, lambda *rest: _library.quantize_pair(path, x.numel() // channels, channels, x.data_ptr(), *rest)
-    )
+    count, channels = x.numel(), x.shape[1]
+    numbers = count // channels, channels, last(x, _float32, count)
+    return _native_pair(x, clip, each, key, lambda *rest: _library.quantize_pair(path, *numbers, *rest))
 
 
 def normalize_grad_quantize_pair(
@@ -131,13 +136,47 @@ def normalize_grad_quantize_pair(
     [[[42, -127]], [[127, -64]]]
     """
     op = "normalize_grad_quantize_pair"
-    parts, path = doors.check_parts(op, parts)
+    parts = doors.check_parts(op, parts)
     clip, each, key = _check_clips(op, parts.g, clip, clip_per_channel, key)
+    path = doors.path_of_parts(op, parts, clip, each, key)
     if path is None:
         with torch.no_grad():
             return _pair(plain.normalize_grad(parts), clip, each, key)
     numbers = backward_numbers(*parts)
     return _native_pair(parts.g, clip, each, key, lambda *rest: _library.normalize_grad_quantize_pair(path, numbers, *rest))
+
+
+def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, Quantized]:
+    """clip = ratio · max|dx| of each channel, and ops.quantize(dx, clip, key) of normalize_grad's dx, which is not written.
+
+    >>> g, one, nothing = torch.tensor([[1.0, -4.0], [0.5, 2.0]]), torch.ones(2), torch.zeros(2)
+    >>> parts = GradientParts(g, g, None, None, None, "none", one, nothing, nothing)
+    >>> clip, (values, *_) = normalize_grad_quantize_by_ratio(parts, 0.5, None)
+    >>> clip.tolist(), values.tolist()
+    ([[0.5, 2.0]], [[127, -127], [127, 127]])
+    """
+    op = "normalize_grad_quantize_by_ratio"
+    parts, key = doors.check_parts(op, parts), doors.check_key(op, key)
+    path = doors.path_of_parts(op, parts, key)
+    g = parts.g
+    channels = g.shape[1]
+    shape = (1, channels, *(1,) * (g.dim() - 2))
+    if path is None:
+        with torch.no_grad():
+            dx = plain.normalize_grad(parts)
+            clip = statistics.absmax(dx, 1) * ratio
+            return clip, reference.quantize(dx, clip, key)
+    clip, scale, peak = new(shape, _float32), new(shape, _float32), new((), _float32)
+    values, counts = pool.empty_like(g, torch.int8), new((2,), torch.int64)
+    _library.normalize_grad_quantize_by_ratio(
+        path,
+        backward_numbers(*parts),
+        ratio,
+        flat(key, torch.int64, 2),
+        *map(known, (clip, values, scale, counts, peak)),
+        torch.get_num_threads(),
+    )
+    return clip, (values, scale, counts, peak)
 
 
 def _pair(x: Tensor, clip: Tensor, each: Tensor, key: Tensor | None) -> tuple[Quantized, Quantized]:
@@ -149,14 +188,13 @@ def _native_pair(
     like: Tensor, clip: Tensor, each: Tensor, key: Tensor | None, run: Callable[..., None]
 ) -> tuple[Quantized, Quantized]:
     values = pool.empty_like(like, torch.int8), pool.empty_like(like, torch.int8)
-    scale = torch.empty((1,) * like.dim(), dtype=torch.float32), torch.empty(each.shape, dtype=torch.float32)
-    counts = torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
-    peak = torch.empty((), dtype=torch.float32), torch.empty((), dtype=torch.float32)
+    scale = new((1,) * like.dim(), _float32), new(each.shape, _float32)
+    counts, peak = (new(2, _int64), new(2, _int64)), (new((), _float32), new((), _float32))
     run(
-        clip.data_ptr(),
-        each.data_ptr(),
-        0 if key is None else key.data_ptr(),
-        *([tensor.data_ptr() for tensor in tensors] for tensors in (values, scale, counts, peak)),
+        flat(clip, _float32, 1),
+        flat(each, _float32, like.shape[1]),
+        flat(key, _int64, 2),
+        *([known(first), known(second)] for first, second in (values, scale, counts, peak)),
         torch.get_num_threads(),
     )
     return (values[0], scale[0], counts[0], peak[0]), (values[1], scale[1], counts[1], peak[1])

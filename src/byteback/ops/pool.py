@@ -20,11 +20,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from byteback.addresses import CPU
 from byteback.ops import native
 
 _library = native.library
 tensor_of = torch._C._from_dlpack
 """The tensor of a capsule that the native library made."""
+MOST_AXES = 8
+"""Of a tensor that the native library makes (csrc/bindings_pool.cpp)."""
 _TYPES = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.int8: (0, 8), torch.uint8: (1, 8)}  # code and bits in DLPack
 
 
@@ -39,17 +42,17 @@ limit = _physical_memory() // 4
 """Bytes that may lie idle; beyond them the sizes that were not asked for longest go back to the system."""
 
 
-def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised dense CPU tensor of float32, bfloat16, int8 or uint8."""
-    if _library is None:
-        return torch.empty_strided(shape, strides, dtype=dtype)
+def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised dense tensor of float32, bfloat16, int8 or uint8; only memory of the CPU is pooled."""
+    if _library is None or device != CPU or len(shape) > MOST_AXES:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     # Nobody but the tensor has its storage: autograd adds gradients in place only into such ones.
     return tensor_of(_library.pool_lend(shape, strides, *_TYPES[dtype], limit))
 
 
 def empty_like(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """An uninitialised tensor that lies in memory as the dense tensor x does."""
-    return empty(x.shape, x.stride(), dtype)
+    return empty(x.shape, x.stride(), dtype, x.device)
 
 
 def offer() -> None:

@@ -7,6 +7,10 @@ Integer sums have no rounding, so a float convolution of integer-valued tensors 
 the float's integers. float64 always holds them (2^53). float32 holds sums of up to 1040 products, twice as fast and with
 oneDNN's direct kernels; deeper sums are cut into slices of that depth and added in float64. NNPACK must stay out of the
 way (its Winograd transform rounds), and so must every backend that we cannot vouch for: those get float64 and a round.
+
+Operands are copied to contiguous tensors first: PyTorch's grouped convolution of a channels_last input gives wrong values
+where an axis of size 1 of the weight has an unusual stride. And a float sum of one product may be -0.0 (0 · -3), which no
+integer is: every sum gets +0.0 added.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch.nn import functional as F
 
 from byteback.ops import layout, noise, statistics
 from byteback.ops.limits import MAX_FLOAT32_DEPTH, QMAX, ZERO_SCALE
+from byteback.ops.rounded_once import divided_by
 from byteback.ops.scale_rule import combine_scales
 
 _CONV = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
@@ -41,7 +46,7 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tenso
     finite = torch.isfinite(x)
     values = torch.empty_like(x, dtype=torch.int8)
     values.copy_(torch.where(live & ~torch.isnan(x), y, 0.0))
-    scale = torch.where(live, safe / safe.new_full((), float(QMAX)), ZERO_SCALE)
+    scale = torch.where(live, divided_by(safe, QMAX), ZERO_SCALE)
     saturated = ((x.abs() > clip) & live).sum()
     return values, scale, torch.stack([saturated, (~finite).sum()]), statistics.absmax(x, -1).reshape(())
 
@@ -78,11 +83,16 @@ def _exact(parts: list[slice] | None, device: torch.device, product: Callable[[s
     """The integer-valued sum of `product` over all parts."""
     with torch.no_grad(), _direct_sums(device):
         if parts is None:
-            return product(slice(None), torch.float64).round()
+            return product(slice(None), torch.float64).round() + 0.0
         acc = product(parts[0], torch.float32)
         for part in parts[1:]:
             acc = acc.double() + product(part, torch.float32)
-        return acc
+        return acc + 0.0
+
+
+def _canonical(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Integers as floats in a new contiguous tensor, whose strides are those of its shape also along axes of size 1."""
+    return values.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def _rescale(acc: Tensor, scale: Tensor, *operands: Tensor) -> Tensor:
@@ -108,7 +118,7 @@ def conv_int8(
 
     def product(part: slice, dtype: torch.dtype) -> Tensor:
         a, b = (x, w) if whole else (x[:, part], w[:, part])
-        return conv(a.to(dtype), b.to(dtype), None, stride, padding, dilation, groups)
+        return conv(_canonical(a, dtype), _canonical(b, dtype), None, stride, padding, dilation, groups)
 
     acc = _exact(parts, x.device, product)
     return _rescale(acc, combine_scales("output", x_scale, w_scale, groups, w.shape[0]), x, w)
@@ -116,7 +126,7 @@ def conv_int8(
 
 def _backward(operands: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, geometry: Geometry, which: int) -> Tensor:
     """aten's gradient for the input (which = 0) or the weight (1), from (grad_output, input, weight)."""
-    g, x, w = (operand.to(dtype) for operand in operands)
+    g, x, w = (_canonical(operand, dtype) for operand in operands)
     stride, padding, dilation, groups = geometry
     mask = [which == 0, which == 1, False]
     zeros = [0] * len(stride)
@@ -178,5 +188,5 @@ def conv_int8_grad_weight(
 def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     """a (M, K) @ b (K, N), summed over K."""
     parts = _slices(a.shape[1], 1, a.device, True)
-    acc = _exact(parts, a.device, lambda part, dtype: a[:, part].to(dtype) @ b[part].to(dtype))
+    acc = _exact(parts, a.device, lambda part, dtype: _canonical(a[:, part], dtype) @ _canonical(b[part], dtype))
     return acc.to(torch.float32) * (a_scale * b_scale)

@@ -4,17 +4,20 @@
 Every operator is defined once, in `schema_products.py` or `schema_quantize.py`. Its kernel is the reference or the native
 library, whichever path is current; its fake gives the shape, dtype and strides that the kernel will give, so that
 `torch.compile` can trace through it. Arguments are checked there and trusted from there on. Plain eager tensors take a short
-way past the dispatcher (`eager.py`) to the same kernel.
+way past the dispatcher (`eager.py`) to the same kernel; they are all on the CPU. For the others `define` refuses tensors on
+different devices, in the kernel and in the fake: PyTorch would leave a result on one of them as it was allocated.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from byteback.addresses import same_device
 from byteback.ops import eager, native
 
 _library = torch.library.Library("byteback", "DEF")
@@ -25,15 +28,24 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     # Integers have no derivative: whatever an operator returns is a constant, and autograd passes by.
-    _library.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
+    _library.impl(name, torch.no_grad()(_on_one_device(name, kernel)), "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"byteback::{name}", fake, lib=_library)
+    torch.library.register_fake(f"byteback::{name}", _on_one_device(name, fake), lib=_library)
     operator = getattr(torch.ops.byteback, name)
 
     def call(*arguments: Any) -> Any:
         return kernel(*arguments) if eager.is_plain(arguments) else operator(*arguments)
 
     return call
+
+
+def _on_one_device(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*arguments: Any) -> Any:
+        same_device(name, arguments)
+        return function(*arguments)
+
+    return checked
 
 
 def path_of(*tensors: Tensor) -> int | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ def _planned(product: str, check: Callable[..., list[int]], arguments: tuple[Any
     """The plan of a product, from the memory or made now, after `check` which returns the result's size.
 
     Whether a call is right, and how it is served, depends on shapes, strides and dtypes only: it is found out once for each.
+    The native kernels then read the operands without another look. That all of them are on the CPU was found before
+    (`path_of`, `path_for`), at each call; strides of scales do not count, as single ones have none and others are combined.
     """
     a, a_scale, b, b_scale, *rest, groups = arguments
     operands = a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype
@@ -30,8 +33,7 @@ def _planned(product: str, check: Callable[..., list[int]], arguments: tuple[Any
 # ---- checks at the door ----------------------------------------------------------------------------------------------
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt))
+_MOST_ELEMENTS = 2**60  # of a result: its bytes are counted in an int64
 
 
 def _output_size(
@@ -49,7 +51,7 @@ def _output_size(
             "to three spatial axes on both sides. Add the missing axis."
         )
     for name, values, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        if len(values) != spatial or not all(_is_integer(value) and value >= least for value in values):
+        if len(values) != spatial or not all(value >= least for value in values):
             raise ValueError(
                 f"{op}: {name} is {list(values)}; it needs {spatial} integers of at least {least}, one for each spatial axis."
             )
@@ -68,6 +70,11 @@ def _output_size(
                 "there, so no output pixel exists. Use a larger image, more padding or a smaller kernel."
             )
         size.append((length - reach) // stride[i] + 1)
+    if all(isinstance(length, int) for length in size) and math.prod(size) > _MOST_ELEMENTS:
+        raise ValueError(
+            f"{op}: input has shape {tuple(input_size)} and padding is {list(padding)}, so the output would have shape "
+            f"{tuple(size)}; no memory holds it. Use less padding."
+        )
     return size
 
 

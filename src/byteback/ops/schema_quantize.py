@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.ops import native_kernels, reference, statistics
+from byteback.ops import native_kernels, pool, reference, statistics
 from byteback.ops.schema import check_float, check_int8, define, path_of, plainly, remembered
 
 _quantize_plans: dict[tuple[Any, ...], native_kernels.QuantizePlan] = {}
@@ -77,9 +77,9 @@ def _kept(x: Tensor, axis: int) -> list[int]:
     return [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
 
 
-def _statistic(name: str, x: Tensor, *arguments: Tensor) -> Any:
+def _statistic(name: str, x: Tensor, *arguments: Any) -> Any:
     """One of the statistics that both modules have, from the one that serves x."""
-    if path_of(x, *arguments) is not None:
+    if path_of(x, *(argument for argument in arguments if isinstance(argument, Tensor))) is not None:
         return getattr(native_kernels, name)(x, *arguments)
     return plainly(getattr(statistics, name), x, *arguments)
 
@@ -109,10 +109,10 @@ def _check_quantize_max(x: Tensor, axis: int, key: Tensor | None) -> None:
 
 def _quantize_max(x: Tensor, axis: int, key: Tensor | None) -> Any:
     path = path_of(x)
-    if path is None or axis > 1:
+    if path is None or axis > 1 or x.dim() > pool.MOST_AXES:
         _check_quantize_max(x, axis, key)
         return plainly(reference.quantize_max, x, axis, key)
-    known = (axis, x.dtype, x.shape, x.stride())  # as with _planned, checked once for each
+    known = (axis, x.dtype, x.shape, x.stride())  # as with _planned, checked once for each; path_of has seen the device
     plan = _quantize_plans.get(known)
     if plan is None:
         _check_quantize_max(x, axis, key)
@@ -170,7 +170,7 @@ def _dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     if values.shape != x.shape or scale.dtype != torch.float32 or not _broadcasts(scale, x):
         raise ValueError(
             f"dot_terms: x has shape {tuple(x.shape)}, values {tuple(values.shape)}, scale {tuple(scale.shape)} of "
-            f"{scale.dtype}; values must have the shape of x, and scale its rank with ones along shared axes."
+            f"{scale.dtype}; values must have the shape of x, and scale is float32 with its rank and ones along shared axes."
         )
     # The native kernels know scales per tensor, sample and channel; the reference knows all.
     if all(size == 1 for size in scale.shape[2:]):
@@ -194,9 +194,19 @@ def _check_clips(op: str, x: Tensor, clips: Tensor, rank: int) -> None:
         )
 
 
-def _cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
+def _cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
     _check_clips("cosine_terms", x, clips, 1)
-    return _statistic("cosine_terms", x, clips)
+    return _statistic("cosine_terms", x, clips, stochastic)
+
+
+def _channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    check_float("channel_cosine_terms", "x", x)
+    if clips.dtype != torch.float32 or clips.dim() != 2 or clips.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"channel_cosine_terms: clips has shape {tuple(clips.shape)} and dtype {clips.dtype}, x has shape "
+            f"{tuple(x.shape)}; it must be float32 (candidates, {x.shape[1]}), one clip for each channel. Expand it."
+        )
+    return _statistic("channel_cosine_terms", x, clips, stochastic)
 
 
 def _cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
@@ -205,9 +215,14 @@ def _cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
 
 
 cosine_terms = define(
-    "cosine_terms(Tensor x, Tensor clips) -> Tensor",
+    "cosine_terms(Tensor x, Tensor clips, bool stochastic) -> Tensor",
     _cosine_terms,
-    lambda x, clips: x.new_empty(clips.shape[0], 3, dtype=torch.float64),
+    lambda x, clips, stochastic: x.new_empty(clips.shape[0], 3, dtype=torch.float64),
+)
+channel_cosine_terms = define(
+    "channel_cosine_terms(Tensor x, Tensor clips, bool stochastic) -> Tensor",
+    _channel_cosine_terms,
+    lambda x, clips, stochastic: x.new_empty(clips.shape[0], 3, x.shape[1], dtype=torch.float64),
 )
 cosine_slope_terms = define(
     "cosine_slope_terms(Tensor x, Tensor clip) -> Tensor",

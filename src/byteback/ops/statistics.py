@@ -53,6 +53,15 @@ def sum_channels(per_channel: Tensor) -> Tensor:
     return _tree_sum(per_channel.reshape(-1)).reshape((1,) * per_channel.dim())
 
 
+def sum_last(values: Tensor) -> Tensor:
+    """The defined sum along the last axis.
+
+    >>> sum_last(torch.tensor([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]])).tolist()
+    [7.0, 3.0]
+    """
+    return _tree_sum(values.movedim(-1, 0))
+
+
 def absmax(x: Tensor, axis: int) -> Tensor:
     """max|x| along every axis but `axis` (all of them for -1), with ones in their place; NaN if any element is."""
     dims = [dim for dim in range(x.dim()) if dim != axis]
@@ -114,16 +123,43 @@ def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     return torch.stack([_sum_all(rows * quantized), _sum_all(quantized * quantized), square])
 
 
-def cosine_terms(x: Tensor, clips: Tensor) -> Tensor:
-    """For each candidate clip, (x·q, q·q, x·x) with q rounded to nearest under it: (clips, 3) float64."""
+def _scaled_size(x: Tensor, clip: Tensor) -> Tensor:
+    """|x| in steps of `clip`, clamped but not rounded; all 0 where the clip counts as zero."""
+    live = is_live(clip)
+    y = x.abs() * inverse_scale(torch.where(live, clip, 1.0))
+    return torch.where(live, y.clamp(max=QMAX), 0.0)
+
+
+def _expected_square(y: Tensor) -> Tensor:
+    """E[q²] of y = n + f rounded stochastically, to n + 1 with probability f: n² + f (2n + 1), which float64 holds exactly."""
+    n = y.floor()
+    return n * n + (y - n) * (2.0 * n + 1.0)
+
+
+def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    """For each candidate, a row of `clips` (candidates, C or 1), the sums x·q, q·q and x·x of each channel: (candidates, 3, C).
+
+    q is rounded to nearest. `stochastic` gives what is expected of a q that is rounded stochastically: E[q] = y, the number
+    before it is rounded, so x·q becomes x·y, and q·q becomes Σ (y² + f (1 - f)) with f the fractional part of y.
+    """
     rows = rows_of(x)
     wide = rows.double()
-    square = _sum_all(wide * wide)
+    square = ordered_sum(wide * wide)
     terms = []
     for clip in clips:
-        q = _nearest(rows, clip).double()
-        terms.append(torch.stack([_sum_all(wide * q), (q * q).sum(), square]))
-    return torch.stack(terms) if terms else square.new_zeros(0, 3)
+        if stochastic:
+            y = _scaled_size(rows, clip).double()
+            sums = ordered_sum(wide.abs() * y), ordered_sum(_expected_square(y))
+        else:
+            q = _nearest(rows, clip).double()
+            sums = ordered_sum(wide * q), ordered_sum(q * q)
+        terms.append(torch.stack([*sums, square]))
+    return torch.stack(terms) if terms else square.new_zeros(0, 3, square.shape[0])
+
+
+def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    """The same for candidates that hold for the whole tensor, (candidates,), summed over the channels: (candidates, 3)."""
+    return sum_last(channel_cosine_terms(x, clips.reshape(-1, 1), stochastic))
 
 
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:

@@ -6,9 +6,9 @@
 `rule.py` says how one tensor is to be quantized, `quantizer.py` remembers and does it.
 """
 
-from byteback.ops.ledger import CLIP, DEVIATION, GAUSSIAN, SATURATED
+from byteback.ops.ledger import CLIP, DEVIATION, GAUSSIAN, MEASURED, NONFINITE, QQ, SATURATED, WORST_CHANNEL, XQ, XX
 from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory, PairedGradient
-from byteback.quantize.fused import Adopted, Step, adopt, quantize_both, quantize_held
+from byteback.quantize.fused import Adopted, LazyGradient, Step, adopt, quantize_both, quantize_held
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.quantizer import (
     CALL_SLOTS,
@@ -16,6 +16,7 @@ from byteback.quantize.quantizer import (
     Quantizer,
     Settings,
     deviation_of,
+    moved,
     quantize_fresh,
     register,
 )
@@ -29,7 +30,14 @@ __all__ = [
     "ClipRule",
     "DEVIATION",
     "GAUSSIAN",
+    "LazyGradient",
+    "MEASURED",
+    "NONFINITE",
+    "QQ",
     "SATURATED",
+    "WORST_CHANNEL",
+    "XQ",
+    "XX",
     "MaxAbs",
     "Memory",
     "NonFiniteError",
@@ -41,6 +49,7 @@ __all__ = [
     "TensorRule",
     "adopt",
     "deviation_of",
+    "moved",
     "quantize_both",
     "quantize_held",
     "quantize_fresh",

@@ -20,13 +20,15 @@ from byteback.ops.magnitude import Average, Paired
 class Memory:
     """What a rule may look back at: one call slot of one quantizer.
 
-    `clip` is what an earlier `Choice.remember` held (any finite value before the first), one entry per scale.
+    `clip` is what an earlier `Choice.remember` held (any finite value before the first): `ClipRule.entries` numbers, by default
+    one per scale. `stochastic` says how the tensor will be rounded.
     """
 
     clip: Tensor
     initialized: bool
     updated_at: int
     iteration: int
+    stochastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,28 @@ class ClipRule:
         """The clip for x, one for the whole tensor (axis -1) or one for each index of `axis`."""
         raise NotImplementedError(f"{type(self).__name__}.choose: a clip rule must say how it chooses its clip")
 
+    def allows(self, per: str) -> bool:
+        """Whether the rule can choose clips of this granularity."""
+        return per in self.varies_along
+
+    def entries(self, scales: int) -> int:
+        """How many numbers the rule remembers of a tensor with so many scales."""
+        return scales
+
     def averages(self) -> Average | None:
         """The numbers of a magnitude-aware rule, which chooses for two copies of a gradient at once; None for other rules."""
         return None
 
     def held(self, memory: Memory) -> Tensor | None:
-        """The clip of a rule that need not see the tensor this time, one entry per scale; None where it must."""
+        """The one clip of a rule that need not see the tensor this time; None where it must, or where clips vary."""
+        return None
+
+    def ratio(self, memory: Memory) -> float | None:
+        """For a rule whose clips this time are a ratio times the maximum of each scale: that ratio; None for others."""
+        return None
+
+    def corrected(self, choice: Choice, peak: Tensor, memory: Memory) -> Choice | None:
+        """Another choice instead of one made from memory, now that max|x| (0-dim) is known; None where the first one holds."""
         return None
 
     def search_period(self) -> int:

@@ -2,7 +2,8 @@
 """A quantizer's step where a fused block makes the integers: the same clips, checks and memory, fewer readings of the tensor.
 
     adopt           an activation that was quantized when it was written
-    quantize_held   a gradient under a clip that is known in advance: quantized while it is computed, never written as floats
+    quantize_held   a gradient under a clip that is known in advance, or that follows from its channels' maxima by a known
+                    ratio: quantized while it is computed, never written as floats
     quantize_both   a gradient whose two copies are chosen and made together
 
 Each returns None (or is not called) where the tensor itself has to be looked at; then Quantizer.quantize takes the step.
@@ -12,16 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from byteback.quantize.clipping import Choice, Memory, PairedGradient
+from byteback.quantize.clipping import Choice, ClipRule, Memory, PairedGradient
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.quantizer import Quantizer, refuse_step, remember_step, settings_of
 
 Made = tuple[Tensor, Tensor, Tensor, Tensor]
 """values, scale, (saturated, nonfinite), max|x|: what ops.quantize returns."""
+
+
+class LazyGradient(Protocol):
+    """A gradient that may be quantized without being written as floats; None where it cannot."""
+
+    def quantized(self, clip: Tensor, key: Tensor | None) -> Made | None:
+        """Its integers under one clip."""
+        ...
+
+    def by_ratio(self, ratio: float, key: Tensor | None) -> tuple[Tensor, Made] | None:
+        """The clip ratio · max|g| of each channel, and its integers under those."""
+        ...
 
 
 class Adopted(NamedTuple):
@@ -56,10 +69,8 @@ def adopt(quantizer: Quantizer, adopted: Adopted, handle: int, step: Step) -> QT
     return q
 
 
-def quantize_held(
-    quantizer: Quantizer, make: Callable[[Tensor, Tensor | None], Made | None], handle: int, key: Tensor | None, step: Step
-) -> QTensor | None:
-    """The integers under a clip that is held for a period, by make(clip, key); None where the rule must see the tensor."""
+def quantize_held(quantizer: Quantizer, gradient: LazyGradient, handle: int, key: Tensor | None, step: Step) -> QTensor | None:
+    """The integers under a clip that a rule holds for a period; None where the rule, or a measurement, must see the tensor."""
     settings, now, slot = settings_of(handle), int(step.iteration), step.slot
     rule = settings.rule.clip
     if not rule.looks_back or now % settings.observe_every == 0:
@@ -67,19 +78,38 @@ def quantize_held(
     buffers = quantizer.state(step.nonfinite)
     if not buffers.initialized.tolist()[slot]:
         return None
-    held = rule.held(Memory(buffers.clip[slot], True, buffers.updated_at.tolist()[slot], now))
-    made = None if held is None else make(held, key)
-    if held is None or made is None:
+    memory = Memory(buffers.clip[slot], True, buffers.updated_at.tolist()[slot], now, settings.rule.rounding == "stochastic")
+    known = _by_ratio(rule, memory, gradient, key) if settings.rule.per == "K" else _by_clip(rule, memory, gradient, key)
+    if known is None:
         return None
-    values, scale, counts, peak = made
+    choice, (values, scale, counts, peak) = known
     saturated, bad = counts.tolist()
-    share, choice = saturated / max(values.numel(), 1), Choice(held)
+    share = saturated / max(values.numel(), 1)
     if bad or rule.is_stale(choice, share, float(peak)):
         return None
     q = QTensor(values, scale)
     if step.remember and values.numel():
         remember_step(buffers, settings, slot, now, choice, share, q, _unseen)
     return q
+
+
+def _by_clip(rule: ClipRule, memory: Memory, gradient: LazyGradient, key: Tensor | None) -> tuple[Choice, Made] | None:
+    held = rule.held(memory)
+    made = None if held is None else gradient.quantized(held, key)
+    if held is None or made is None:
+        return None
+    choice = Choice(held)
+    other = rule.corrected(choice, made[3], memory)
+    if other is None:
+        return choice, made
+    again = gradient.quantized(other.clip, key)
+    return None if again is None else (other, again)
+
+
+def _by_ratio(rule: ClipRule, memory: Memory, gradient: LazyGradient, key: Tensor | None) -> tuple[Choice, Made] | None:
+    ratio = rule.ratio(memory)
+    known = None if ratio is None else gradient.by_ratio(ratio, key)
+    return None if known is None else (Choice(known[0]), known[1])
 
 
 def _unseen() -> Tensor:

@@ -12,6 +12,7 @@ forward keeps its calls apart.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from byteback import ops
 from byteback.ops import ledger
-from byteback.ops.ledger import Buffers
+from byteback.ops.ledger import WORST_CHANNEL, Buffers
 from byteback.ops.scale_rule import AXES
 from byteback.ops.schema import define
 from byteback.quantize.clipping import Choice, MaxAbs, Memory
@@ -44,6 +45,7 @@ class Settings(NamedTuple):
     on_nonfinite: str
     observe_every: int
     momentum: float
+    by_channel: bool = False  # measure the deviation of each channel too: a depthwise convolution keeps channels apart
 
     def axis(self) -> int:
         """The axis along which the scale varies; -1 for none."""
@@ -97,7 +99,7 @@ def refuse_step(
     # Outside training, and in a forward that is run again, there is no step to skip and nothing to count.
     counts_for_step = remember or settings.role == "grad_output"
     if counts_for_step:
-        buffers.nonfinite.add_(1)
+        ledger.write_nonfinite(buffers)
     return _refuse(values, scale, settings if counts_for_step else _outside_training(settings), bad, now)
 
 
@@ -117,10 +119,16 @@ def _choose(x: Tensor, settings: Settings, memory: Memory | None, key: Tensor | 
     rule, axis = settings.rule.clip, settings.axis()
     if type(rule) is MaxAbs:
         values, scale, peak, counts = ops.quantize_max(x, axis, key)
-        choice = Choice(peak, remember=peak)
-    else:
-        choice = rule.choose(x, axis, memory or Memory(x.new_zeros(1), False, 0, 0))
-        values, scale, counts, peak = ops.quantize(x, choice.clip, key)
+        saturated, bad = counts.tolist()
+        return _Chosen(values, scale, Choice(peak, remember=peak), saturated / max(x.numel(), 1), bad, peak)
+    memory = memory or Memory(x.new_zeros(1), False, 0, 0)
+    chosen = _under(x, rule.choose(x, axis, memory), key)
+    other = None if chosen.bad else rule.corrected(chosen.choice, chosen.peak, memory)
+    return chosen if other is None else _under(x, other, key)
+
+
+def _under(x: Tensor, choice: Choice, key: Tensor | None) -> _Chosen:
+    values, scale, counts, peak = ops.quantize(x, choice.clip, key)
     saturated, bad = counts.tolist()
     return _Chosen(values, scale, choice, saturated / max(x.numel(), 1), bad, peak)
 
@@ -141,7 +149,8 @@ def _remembering(
     # A rule that does not say so must not look back: a forward that is run again has to choose as before.
     if type(rule) is not MaxAbs:
         known = rule.looks_back and bool(buffers.initialized.tolist()[slot])
-        memory = Memory(buffers.clip[slot], known, buffers.updated_at.tolist()[slot], now)
+        stochastic = settings.rule.rounding == "stochastic"
+        memory = Memory(buffers.clip[slot], known, buffers.updated_at.tolist()[slot], now, stochastic)
     chosen = _choose(x, settings, memory, key)
     if chosen.bad:
         return refuse_step(buffers, settings, remember, chosen.values, chosen.scale, chosen.bad, now)
@@ -165,18 +174,33 @@ def remember_step(
     x: Callable[[], Tensor],
 ) -> None:
     """Writes down how a tensor x became q at iteration `now`."""
-    looks = choice.searched or now % settings.observe_every == 0
+    deviation = math.nan
+    if choice.searched or now % settings.observe_every == 0:
+        terms = ops.dot_terms(x(), q.values, q.scale).tolist()
+        deviation = deviation_of(*terms)
+        ledger.write_terms(buffers, slot, terms)
+        if settings.by_channel:
+            buffers.observed[slot, WORST_CHANNEL] = _worst_channel(x(), choice.clip, settings.rule.rounding == "stochastic")
     entry = ledger.Entry(
         choice.clip,
         choice.remember,
         choice.searched,
         now,
         saturated,
-        deviation_of(*ops.dot_terms(x(), q.values, q.scale).tolist()) if looks else math.nan,
+        deviation,
         math.nan if choice.gaussian_share is None else choice.gaussian_share,
         settings.momentum,
     )
     ledger.write(buffers, slot, entry)
+
+
+def _worst_channel(x: Tensor, clip: Tensor, stochastic: bool) -> Tensor:
+    """The largest deviation of a channel, as its rounding is expected to give it; a channel of zeros has none."""
+    clips = clip.reshape(1, -1).expand(1, x.shape[1])
+    xq, qq, xx = ops.channel_cosine_terms(x, clips, stochastic)[0]
+    norm = (qq * xx).sqrt()
+    deviation = 1.0 - torch.where(norm > 0.0, xq / norm, 0.0)
+    return torch.where(xx > 0.0, deviation, 0.0).amax()
 
 
 def _from_tracked(
@@ -242,8 +266,8 @@ def _remembering_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 define(
     "quantize_remembering(Tensor x, Tensor(a!) clip, Tensor(b!) initialized, Tensor(c!) updated_at, Tensor(d!) observed, "
-    "Tensor(e!) seen, Tensor(f!)? tracked, Tensor(g!) nonfinite, Tensor iteration, Tensor? key, int settings, int slot, "
-    "bool remember) -> (Tensor, Tensor)",
+    "Tensor(e!) seen, Tensor(f!)? tracked, Tensor(g!) nonfinite, Tensor(h!) unshared, Tensor iteration, Tensor? key, "
+    "int settings, int slot, bool remember) -> (Tensor, Tensor)",
     _remembering_op,
     _remembering_fake,
 )
@@ -274,17 +298,35 @@ def quantize_fresh(x: Tensor, settings: int, iteration: Tensor) -> QTensor:
     return QTensor(*_fresh(x, iteration, _settings[settings]))
 
 
+def moved(buffer: Tensor, fn: Callable[[Tensor], Tensor], initial: int) -> Tensor:
+    """A buffer after Module._apply(fn): on the device that fn takes it to, with the numbers and the dtype that it had.
+
+    `to_empty` takes it to memory that holds anything. From the meta device, where it had no numbers, it begins with `initial`.
+    """
+    made = fn(buffer).to(buffer.dtype)
+    if made.device == buffer.device:
+        return buffer
+    if made.is_meta:
+        return made
+    with torch.no_grad():
+        return made.fill_(initial) if buffer.is_meta else made.copy_(buffer)
+
+
 class Quantizer(nn.Module):
     """The memory of one tensor (input, grad_output) of one layer: fixed-shape buffers, in the state_dict.
 
-    clip         what the clip rule remembers, one row per call slot, one entry per scale
+    clip         what the clip rule remembers, one row per call slot (`ClipRule.entries`)
     initialized  whether it remembers anything yet
     updated_at   the iteration of its last search
-    observed     saturated share, direction deviation, Gaussian share and largest clip, as last seen
+    observed     saturated share, direction deviation, Gaussian share, largest clip, worst channel's deviation, as last seen
     seen         whether anything was observed yet
     tracked      (inputs only) the average clip of training, which eval uses
 
     Flags are floats, 0 or 1: an average of models (an EMA of buffers) can subtract those.
+
+    One tensor is no buffer and not in the state_dict, because DistributedDataParallel overwrites buffers with those of rank 0:
+    unshared     what this process measured since the optimizer's last step and other ranks have yet to hear of (nn/ranks.py):
+                 x·x̂, x̂·x̂, x·x and whether they were measured, for each call slot; tensors with NaN or Inf, in row 0
     """
 
     clip: Tensor
@@ -294,28 +336,49 @@ class Quantizer(nn.Module):
     seen: Tensor
     tracked: Tensor | None
 
-    def __init__(self, channels: int, tracks: bool) -> None:
+    def __init__(self, entries: int, tracks: bool, device: torch.device | None = None) -> None:
         super().__init__()
-        self.register_buffer("clip", torch.zeros(CALL_SLOTS, channels))
-        self.register_buffer("initialized", torch.zeros(CALL_SLOTS))
-        self.register_buffer("updated_at", torch.zeros(CALL_SLOTS, dtype=torch.int64))
-        self.register_buffer("observed", torch.zeros(CALL_SLOTS, 4))
-        self.register_buffer("seen", torch.zeros(CALL_SLOTS))
-        self.register_buffer("tracked", torch.zeros(CALL_SLOTS, channels) if tracks else None)
+
+        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.register_buffer("clip", zeros(CALL_SLOTS, entries))
+        self.register_buffer("initialized", zeros(CALL_SLOTS))
+        self.register_buffer("updated_at", zeros(CALL_SLOTS, dtype=torch.int64))
+        self.register_buffer("observed", zeros(CALL_SLOTS, 5))
+        self.register_buffer("seen", zeros(CALL_SLOTS))
+        self.register_buffer("tracked", zeros(CALL_SLOTS, entries) if tracks else None)
+        self.unshared = zeros(CALL_SLOTS, 5, dtype=torch.float64)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         """Moves with the model, but stays float32 under .half() and .bfloat16(): clips steer integers."""
         for name, buffer in self._buffers.items():
             if buffer is not None:
-                self._buffers[name] = fn(buffer).to(buffer.dtype)
-                if buffer.is_floating_point() and self._buffers[name].device == buffer.device:  # type: ignore[union-attr]
-                    self._buffers[name] = buffer
+                self._buffers[name] = moved(buffer, fn, 0)
+        self.unshared = moved(self.unshared, fn, 0)
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A checkpoint whose rule remembered other numbers (of an earlier version, or of another recipe) is not taken over."""
+        observed = state_dict.get(prefix + "observed")
+        if observed is not None and observed.shape[-1] < self.observed.shape[1]:  # a column is younger than the checkpoint
+            missing = self.observed.shape[1] - observed.shape[-1]
+            state_dict[prefix + "observed"] = torch.nn.functional.pad(observed, (0, missing))
+        loaded = state_dict.get(prefix + "clip")
+        if loaded is not None and loaded.shape != self.clip.shape:
+            warnings.warn(
+                f"{prefix[:-1]}: the checkpoint remembers {loaded.shape[-1]} numbers of each call, but the clip rule in use "
+                f"remembers {self.clip.shape[1]}; this quantizer starts anew, as at the first step. The weights are loaded.",
+                stacklevel=2,
+            )
+            self.reset()
+            state_dict.update(self.state_dict(prefix=prefix))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def reset(self) -> None:
         """Forgets everything."""
-        for buffer in self.buffers():
-            buffer.zero_()
+        for tensor in (*self.buffers(), self.unshared):
+            tensor.zero_()
 
     def quantize(
         self,
@@ -336,9 +399,8 @@ class Quantizer(nn.Module):
     def state(self, nonfinite: Tensor) -> Buffers:
         """The buffers that a step may write to."""
         own: dict[str, Any] = self._buffers  # past nn.Module's search for each name
-        return Buffers(
-            own["clip"], own["initialized"], own["updated_at"], own["observed"], own["seen"], own["tracked"], nonfinite
-        )
+        fixed = own["clip"], own["initialized"], own["updated_at"], own["observed"], own["seen"]
+        return Buffers(*fixed, own["tracked"], nonfinite, self.unshared)
 
     def tracked_clip(self, slot: int, ordinal_known: bool) -> Tensor | None:
         """The clip that eval uses, where training has left one (a single one: not per channel) and it is known which."""

@@ -33,8 +33,8 @@ class TensorRule:
             raise ValueError(f"TensorRule: rounding is {self.rounding!r}; choose one of {', '.join(ROUNDINGS)}.")
         if self.per not in GRANULARITIES:
             raise ValueError(f"TensorRule: per is {self.per!r}; choose one of {', '.join(GRANULARITIES)}.")
-        if self.per not in self.clip.varies_along:
+        if not self.clip.allows(self.per):
             raise ValueError(
                 f"TensorRule: per is {self.per!r}, but {type(self.clip).__name__} chooses clips only per "
-                f"{', '.join(self.clip.varies_along)}. Change `per` or the clip rule."
+                f"{', '.join(filter(self.clip.allows, GRANULARITIES))}. Change `per` or the clip rule."
             )

@@ -14,3 +14,5 @@ class PlainInt8(Recipe):
     """Every clip is max|x|; nothing is searched, no learning rate is scaled."""
 
     slug: ClassVar[str] = "plain-int8"
+
+    depthwise_shares: bool = False  # the baseline is literal

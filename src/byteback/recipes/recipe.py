@@ -40,7 +40,8 @@ class Recipe:
 
     input, weight, grad_output   how each operand becomes int8
     grad_output_for_weight       a second copy of grad_output for grad_weight only; None: one copy serves both products
-    depthwise_shares             where that copy varies along K, it serves grad_input of depthwise convolutions too
+    depthwise_shares             depthwise convolutions, which sum over no channel, use one copy of grad_output with a scale per
+                                 channel for both backward products, where the clip rule can choose one
     learning_rate                a rule that scales each layer's learning rate; None: every factor is 1
     output, grad_input, grad_weight   whether that product runs in int8; False keeps it float, on unquantized operands
     strict                       int8 also where float is faster; False lets float serve what nn/float_table.py lists
@@ -108,6 +109,16 @@ class Recipe:
                 )
         self._check_scale_rule()
 
+    def grad_output_rule(self, depthwise: bool) -> TensorRule:
+        """`grad_output` as a layer uses it: in a depthwise convolution per channel, if that is wanted and can be had.
+
+        With a copy of its own for grad_weight that varies along K, that copy is the one that both products share.
+        """
+        rule = self.grad_output
+        if not depthwise or not self.depthwise_shares or self.grad_output_for_weight is not None or not rule.clip.allows("K"):
+            return rule
+        return dataclasses.replace(rule, per="K")
+
     def operands(self, product: str) -> Iterator[tuple[str, str, TensorRule]]:
         """(field of the recipe, operand's name, its rule) for both operands of a product."""
         if product in ("output", "grad_weight"):
@@ -172,7 +183,8 @@ def _from_data(data: Any) -> Any:
             f"Recipe.from_dict: unknown type {name!r}; known are {', '.join(sorted(known))}. "
             "Import the module that defines it first."
         )
-    return known[name](**{key: _from_data(value) for key, value in data.items() if key != "type"})
+    left_out = ("type", *getattr(known[name], "retired", ()))
+    return known[name](**{key: _from_data(value) for key, value in data.items() if key not in left_out})
 
 
 def _family(base: type[Any]) -> Iterator[type[Any]]:

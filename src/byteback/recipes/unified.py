@@ -5,17 +5,23 @@
     c                clip of grad_output
     g, ĝ             grad_output and its quantized self
     d_c              direction deviation, 1 - cos<g, ĝ>
-    c* = argmin d_c  DirectionSensitive.choose
+    c* = argmin d_c  DirectionSensitive.choose, direction_search.py
     φ(d_c), α, β     DeviationCounteractive: factor, alpha, beta
     update period    DirectionSensitive.period
 
-Where we differ from the paper, and why:
-* The paper learns c by gradient descent and leaves step size and number of steps open. We search γ = c / max|g| by golden
-  section, which finds the same optimum in twelve evaluations; `solver="gradient-descent"` is there.
+Where we differ from the paper, and why (`literal` in docs/3-clipping.md is the paper's letter):
+* The paper learns c by gradient descent and leaves step size and number of steps open. We search γ = c / max|g| on a grid,
+  in two readings of g, or in one around the last γ; `solver="gradient-descent"` is there.
+* We search for the rounding that is used: of stochastic rounding the expected cosine has a closed form (direction_search.py).
+  The paper does not say which rounding its search assumes; nearest has its best clip higher.
 * Its period is 100, chosen for the cost of its solver. Ours is 10: a short run was better for it (docs/3-clipping.md).
+* Between two searches the paper holds c. We hold γ: max|g| moves from batch to batch, and over a run it shrinks a lot. quantize
+  reports max|g| anyway; only where c is off γ max|g| by more than `band` is the gradient quantized a second time.
+* A depthwise convolution sums over no channel, so its gradient has a clip per channel, γ times the channel's maximum: with one
+  clip the noise of quiet channels would be blown up by the norm before them. `depthwise_shares=False` is the paper's letter.
 * Three safeguards, each a field whose None is the literal paper: a clip of 0 is never held (zero-initialised residual
-  branches make the first gradients vanish); a held clip that cuts off too much or has become far too wide is searched
-  again at once; γ = 1 is tried too, and on a tie the larger clip wins (else tensors of equal |g| shrink for nothing).
+  branches make the first gradients vanish); a held clip that cuts off too much is searched again at once; γ = 1 is tried too,
+  and on a tie the larger clip wins (else tensors of equal |g| shrink for nothing).
 """
 
 from __future__ import annotations
@@ -28,11 +34,11 @@ import torch
 from torch import Tensor
 
 from byteback import ops
+from byteback.ops.exponential import exponential
 from byteback.ops.limits import TINY_CLIP
-from byteback.quantize import Choice, ClipRule, Memory, TensorRule, deviation_of
+from byteback.quantize import Choice, ClipRule, Memory, TensorRule
+from byteback.recipes.direction_search import Curve, descend, golden, grid
 from byteback.recipes.recipe import LearningRateRule, Recipe
-
-_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 @dataclass(frozen=True)
@@ -40,24 +46,25 @@ class DirectionSensitive(ClipRule):
     """c = argmin 1 - cos<g, ĝ(c)>, searched every `period` iterations (DSGC).
 
     period                  iterations between two searches (the paper: 100)
-    hold                    between searches keep the "clip" c, or the "ratio" c / max|g|
-    solver                  "golden" section, or the paper's "gradient-descent"
+    hold                    between searches keep the "clip" c, or the "ratio" γ = c / max|g|
+    band                    a held ratio: c is kept as long as it is within this factor of γ max|g|, else it becomes γ max|g|
+    solver                  "grid" search, "golden" section, or the paper's "gradient-descent"
     evaluations             of d_c in a golden section
-    lowest                  the smallest γ = c / max|g| that is tried
+    lowest                  the smallest γ that is tried
     steps, step             of gradient descent: how many, and the first one's size in γ
     tie                     deviations this close count as equal and the larger clip wins; γ = 1 is tried too
     search_after_zero       search again next time when max|g| was 0
     search_when_saturated   search again at once when more than this share of |g| exceeds the held clip
-    search_when_grown       search again at once when max|g| is this many times larger than the held clip
-    search_when_shrunk      search again at once when max|g| is this many times smaller than the held clip
     """
 
-    varies_along: ClassVar[tuple[str, ...]] = ("tensor",)
+    varies_along: ClassVar[tuple[str, ...]] = ("tensor", "K")
     looks_back: ClassVar[bool] = True
+    retired: ClassVar[tuple[str, ...]] = ("search_when_grown", "search_when_shrunk")  # fields of earlier versions: see `band`
 
     period: int = 10
-    hold: str = "clip"
-    solver: str = "golden"
+    hold: str = "ratio"
+    band: float = 1.5
+    solver: str = "grid"
     evaluations: int = 12
     lowest: float = 0.05
     steps: int = 16
@@ -65,42 +72,64 @@ class DirectionSensitive(ClipRule):
     tie: float | None = 1e-6
     search_after_zero: bool | None = True
     search_when_saturated: float | None = 0.01
-    search_when_grown: float | None = 3.0
-    search_when_shrunk: float | None = 8.0
 
     def __post_init__(self) -> None:
-        if self.hold not in ("clip", "ratio") or self.solver not in ("golden", "gradient-descent"):
+        if self.hold not in ("clip", "ratio") or self.solver not in ("grid", "golden", "gradient-descent"):
             raise ValueError(
                 f"DirectionSensitive: hold is {self.hold!r} and solver {self.solver!r}; hold is 'clip' or 'ratio', solver "
-                "is 'golden' or 'gradient-descent'."
+                "is 'grid', 'golden' or 'gradient-descent'."
             )
-        if self.period < 1 or self.evaluations < 2 or self.steps < 1 or not 0.0 < self.lowest < 1.0:
+        if self.period < 1 or self.evaluations < 2 or self.steps < 1 or not 0.0 < self.lowest < 1.0 or not self.band >= 1.0:
             raise ValueError(
                 f"DirectionSensitive: period {self.period}, evaluations {self.evaluations}, steps {self.steps}, lowest "
-                f"{self.lowest}; the first three must be at least 1, 2 and 1, and lowest must lie between 0 and 1."
+                f"{self.lowest}, band {self.band}; the first three must be at least 1, 2 and 1, lowest must be between 0 and "
+                "1, and band must be at least 1."
             )
+
+    def allows(self, per: str) -> bool:
+        """Per tensor or per channel; gradient descent follows the slope of one clip."""
+        return per in self.varies_along and (per == "tensor" or self.solver != "gradient-descent")
+
+    def entries(self, scales: int) -> int:
+        """The ratio, then the clips."""
+        return 1 + scales
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
         """The held clip, or a new one when the period is over."""
         due = self._is_due(memory)
-        shape = (1,) * x.dim()
-        if not due and self.hold == "clip":
-            return Choice(memory.clip.reshape(shape).clone())
-        peak = ops.absmax(x)
+        if not due and (self.hold == "clip" or axis == -1):
+            return Choice(memory.clip[1:].reshape([-1 if dim == axis else 1 for dim in range(x.dim())]).clone())
+        peak = ops.absmax(x, axis)
         if not due:
-            return Choice(peak * memory.clip.reshape(shape))
-        if not math.isfinite(float(peak)):
+            return Choice(peak * memory.clip[0])
+        largest = float(peak.amax())
+        if not math.isfinite(largest):
             return Choice(peak)
-        if float(peak) < TINY_CLIP:
+        if largest < TINY_CLIP:
             # Nothing to search in. The literal paper would hold this 0 for a whole period.
-            return Choice(peak) if self.search_after_zero else Choice(peak, remember=peak, searched=True)
-        ratio = self._golden(x, peak) if self.solver == "golden" else self._descend(x, peak)
+            return Choice(peak) if self.search_after_zero else Choice(peak, remember=_remembered(1.0, peak), searched=True)
+        ratio = self._searched(Curve(x, peak, memory.stochastic), float(memory.clip[0]) if memory.initialized else None)
         clip = peak * ratio
-        return Choice(clip, remember=clip if self.hold == "clip" else torch.full_like(clip, ratio), searched=True)
+        return Choice(clip, remember=_remembered(ratio, clip), searched=True)
 
     def held(self, memory: Memory) -> Tensor | None:
         """The held clip, until the period is over."""
-        return None if self._is_due(memory) or self.hold != "clip" else memory.clip
+        return None if self._is_due(memory) else memory.clip[1:]
+
+    def ratio(self, memory: Memory) -> float | None:
+        """The held ratio, until the period is over."""
+        return None if self._is_due(memory) or self.hold != "ratio" else float(memory.clip[0])
+
+    def corrected(self, choice: Choice, peak: Tensor, memory: Memory) -> Choice | None:
+        """γ max|g| where a held clip is too far from it."""
+        if choice.searched or self.hold != "ratio" or choice.clip.numel() > 1:
+            return None
+        fitting = peak * memory.clip[0]
+        off = float(choice.clip) / float(fitting) if float(fitting) > 0.0 else 1.0
+        if 1.0 / self.band <= off <= self.band:
+            return None
+        clip = fitting.reshape(choice.clip.shape)
+        return Choice(clip, remember=_remembered(float(memory.clip[0]), clip))
 
     def _is_due(self, memory: Memory) -> bool:
         return not memory.initialized or memory.iteration - memory.updated_at >= self.period
@@ -110,55 +139,20 @@ class DirectionSensitive(ClipRule):
         return self.period
 
     def is_stale(self, choice: Choice, saturated: float, peak: float) -> bool:
-        """Whether a held clip no longer fits."""
-        if choice.searched:
-            return False
-        clip = float(choice.clip)
-        shrunk = self.search_when_shrunk is not None and 0.0 < peak * self.search_when_shrunk < clip
-        # A detector's gradient is zero nearly everywhere: what matters may be cut off without a share that shows. (A held ratio
-        # follows max|g| by itself.)
-        grown = self.search_when_grown is not None and self.hold == "clip" and 0.0 < clip * self.search_when_grown < peak
-        return shrunk or grown or (self.search_when_saturated is not None and saturated > self.search_when_saturated)
+        """Whether a held clip cuts off too much."""
+        return not choice.searched and self.search_when_saturated is not None and saturated > self.search_when_saturated
 
-    def _deviations(self, x: Tensor, peak: Tensor, ratios: list[float]) -> list[float]:
-        clips = peak.reshape(1) * torch.tensor(ratios, dtype=torch.float32, device=x.device)
-        return [deviation_of(*terms) for terms in ops.cosine_terms(x, clips).tolist()]
+    def _searched(self, curve: Curve, before: float | None) -> float:
+        """γ with the smallest deviation; `before` is the last one."""
+        if self.solver == "grid":
+            return grid(curve, self.lowest, self.tie, before)
+        if self.solver == "golden":
+            return golden(curve, self.lowest, self.tie, self.evaluations)
+        return descend(curve, self.lowest, self.tie, self.steps, self.step)
 
-    def _golden(self, x: Tensor, peak: Tensor) -> float:
-        """Golden-section search for γ in [lowest, 1]."""
-        low, high = self.lowest, 1.0
-        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        ratios = [left, right] + ([1.0] if self.tie is not None else [])
-        tried = dict(zip(ratios, self._deviations(x, peak, ratios), strict=True))
-        for _ in range(self.evaluations - 2):
-            if tried[left] <= tried[right]:
-                high, right = right, left
-                left = probe = high - _GOLDEN * (high - low)
-            else:
-                low, left = left, right
-                right = probe = low + _GOLDEN * (high - low)
-            tried[probe] = self._deviations(x, peak, [probe])[0]
-        return self._best(tried)
 
-    def _descend(self, x: Tensor, peak: Tensor) -> float:
-        """Gradient descent on γ with the sign of ∂d_c/∂c; the step halves each time the sign turns."""
-        ratio, step, before, last = 1.0, self.step, 0.0, 1.0
-        tried: dict[float, float] = {}
-        for _ in range(self.steps):
-            xq, qq, xx, xd, qd = ops.cosine_slope_terms(x, (peak * ratio).reshape(())).tolist()
-            tried[ratio] = 1.0 - xq / math.sqrt(xx * qq) if xx * qq > 0.0 else 1.0
-            slope = -(xd * qq - xq * qd)  # ∂d_c/∂c times a positive number (spec A5)
-            sign = math.copysign(1.0, slope) if slope else 0.0
-            step = step / 2.0 if sign * before < 0.0 else step
-            last, ratio = ratio, min(1.0, max(self.lowest, ratio - step * sign))
-            before = sign
-            if ratio == last:
-                break
-        return self._best(tried) if self.tie is not None else last
-
-    def _best(self, tried: dict[float, float]) -> float:
-        least = min(tried.values())
-        return max(ratio for ratio, deviation in tried.items() if deviation <= least + (self.tie or 0.0))
+def _remembered(ratio: float, clip: Tensor) -> Tensor:
+    return torch.cat([clip.new_full((1,), ratio), clip.reshape(-1)])
 
 
 @dataclass(frozen=True)
@@ -176,12 +170,12 @@ class DeviationCounteractive(LearningRateRule):
             )
 
     def factor(self, deviation: float) -> float:
-        """φ.
+        """φ, with the same bits on every machine.
 
         >>> [round(DeviationCounteractive().factor(d), 4) for d in (0.0, 0.01, 0.05, 0.2)]
         [1.0, 0.8187, 0.3679, 0.1]
         """
-        return max(math.exp(-self.alpha * deviation), self.beta)
+        return max(exponential(-self.alpha * deviation), self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks, one model: before an optimizer steps, the int8 layers of all ranks come to remember the same.
+
+Each rank quantizes its own data, so each measures its own direction deviation and its own clips. Learning-rate factors made of
+them would differ from rank to rank, and so would the weights after the step. Two collectives, over one flat tensor each:
+
+    SUM   x·x̂, x̂·x̂ and x·x of every tensor that was measured since the last step. The cosine of the sums is the one that a
+          single process with the whole batch would measure. Also how many tensors held NaN or Inf, and call slots in use.
+    MAX   all that a layer keeps: counters, flags, the deviation just found, clips. Of clips the newest search counts, then
+          the largest. The largest of the ranks' averages is the average of their largest clips: so a tracked clip is the one
+          of the whole batch again.
+
+MAX returns one of its arguments, so all ranks hold the same bits, whatever the order in which a backend adds. Both run in the
+optimizer's hook, and none in a forward or backward pass, where a rank without data for a layer would never come to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from byteback.nn.layer import Int8Layer
+from byteback.nn.numerics import LayerNumerics
+from byteback.quantize import CALL_SLOTS, DEVIATION, MEASURED, NONFINITE, QQ, XQ, XX, Quantizer, deviation_of
+
+_WORD = 32
+_MASK = (1 << _WORD) - 1
+
+
+def are_several(group: Any = None) -> bool:
+    """Whether this process is one of several ranks of the group (default: of all)."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def met_nonfinite(layers: Sequence[Int8Layer]) -> bool:
+    """Whether a layer of this process met NaN or Inf since the last call."""
+    unshared = [quantizer.unshared for quantizer in _quantizers(layers)]
+    met = bool(unshared) and bool(_stack(unshared)[:, 0, NONFINITE].any())
+    if met:
+        for own in unshared:
+            own[0, NONFINITE] = 0.0
+    return met
+
+
+@torch.no_grad()
+def agree(layers: Sequence[Int8Layer], group: Any = None) -> list[Int8Layer]:
+    """Makes the layers of all ranks remember the same; returns those that met NaN or Inf on any rank since the last call.
+
+    Every rank of the group must call it with the same layers in the same order.
+    """
+    quantizers = _quantizers(layers)
+    if not quantizers:
+        return []
+    unshared = [quantizer.unshared for quantizer in quantizers]
+    own = _stack(unshared)
+    seen = _stack([quantizer.seen for quantizer in quantizers]).unsqueeze(-1)
+    sums = torch.cat([own, seen.to(own.dtype)], dim=-1)
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    torch._foreach_zero_(unshared)
+    _write_deviations(quantizers, sums)
+    _take_largest(_Kept.of([layer.quantizers for layer in layers], quantizers, sums[..., -1]), sums.device, group)
+    bad = iter(sums[:, 0, NONFINITE].tolist())
+    return [layer for layer in layers if sum([next(bad) for _ in layer.quantizers.each()])]
+
+
+def _quantizers(layers: Sequence[Int8Layer]) -> list[Quantizer]:
+    return [quantizer for layer in layers for quantizer in layer.quantizers.each()]
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    """On the device of the first: a model may be spread over several."""
+    return torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
+
+
+def _write_deviations(quantizers: list[Quantizer], sums: Tensor) -> None:
+    """A tensor that no rank has measured since the last step keeps the deviation that it has."""
+    measured = sums[..., MEASURED].nonzero()
+    rows = sums[measured[:, 0], measured[:, 1]].tolist()
+    for (index, slot), row in zip(measured.tolist(), rows, strict=True):
+        quantizers[index].observed[slot, DEVIATION] = deviation_of(row[XQ], row[QQ], row[XX])
+
+
+class _Kept(NamedTuple):
+    """All that the layers keep: the buffers themselves, or views of them."""
+
+    clips: list[Tensor]  # a row for each call slot, an entry for each scale
+    initialized: list[Tensor]
+    updated_at: list[Tensor]
+    floats: list[Tensor]  # not negative
+    counters: list[Tensor]
+
+    @staticmethod
+    def of(layers: list[LayerNumerics], quantizers: list[Quantizer], used: Tensor) -> _Kept:
+        kept = _Kept([], [], [], [], [n for layer in layers for n in (layer.count, layer.iteration, layer.nonfinite)])
+        for quantizer, slots in zip(quantizers, used.tolist(), strict=True):
+            own: dict[str, Any] = quantizer._buffers  # past nn.Module's search for each name
+            clip, tracked = own["clip"], own["tracked"]
+            if clip.shape[1] > 1:  # only slots that some rank has used
+                rows = max((slot + 1 for slot, ranks in enumerate(slots) if ranks), default=0)
+                clip, tracked = clip[:rows], None if tracked is None else tracked[:rows]
+            kept.clips.append(clip)
+            kept.initialized.append(own["initialized"])
+            kept.updated_at.append(own["updated_at"])
+            kept.floats.extend((own["observed"], own["seen"]) if tracked is None else (own["observed"], own["seen"], tracked))
+        return kept
+
+
+def _take_largest(kept: _Kept, device: torch.device, group: Any) -> None:
+    """One MAX over all of it, as int64: a float that is not negative orders as its bits do."""
+    # The iteration of a clip's search goes above its bits, so that the newest counts; 0 where there is no clip.
+    searches = (_flat(kept.updated_at, device) + 1) * (_flat(kept.initialized, device) > 0)
+    scales = [[clip.shape[1]] * clip.shape[0] + [0] * (CALL_SLOTS - clip.shape[0]) for clip in kept.clips]
+    parts = [
+        searches.repeat_interleave(torch.tensor(scales, device=device).flatten()) << _WORD | _bits(_flat(kept.clips, device)),
+        searches,
+        _bits(_flat(kept.floats, device)),
+        _flat(kept.counters, device),
+    ]
+    flat = torch.cat(parts)
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+    clips, searches, floats, counters = flat.split([part.numel() for part in parts])
+    _write(kept.clips, _floats(clips))
+    _write(kept.updated_at, (searches - 1).clamp(min=0))
+    _write(kept.initialized, (searches > 0).float())
+    _write(kept.floats, _floats(floats))
+    _write(kept.counters, counters)
+
+
+def _flat(tensors: list[Tensor], device: torch.device) -> Tensor:
+    return _flatten_dense_tensors([tensor.to(device) for tensor in tensors])
+
+
+def _write(tensors: list[Tensor], flat: Tensor) -> None:
+    torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(flat, tensors)))
+
+
+def _bits(floats: Tensor) -> Tensor:
+    return floats.view(torch.int32).to(torch.int64) & _MASK
+
+
+def _floats(bits: Tensor) -> Tensor:
+    half = 1 << (_WORD - 1)
+    return (((bits + half) & _MASK) - half).to(torch.int32).view(torch.float32)

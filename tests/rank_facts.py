@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two ranks find out about themselves, one function for each fact; test_lr_ranks.py runs them and compares the ranks."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD, Optimizer
+
+import byteback
+from replicas import digest, images, network, step
+
+collectives: list[str] = []
+all_reduce = dist.all_reduce
+
+
+def _counted(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any) -> Any:
+    collectives.append(str(op))
+    return all_reduce(tensor, op, *rest)
+
+
+def _draw() -> torch.Generator:
+    return torch.Generator().manual_seed(dist.get_rank())
+
+
+def collectives_of_a_step() -> list[int]:
+    """Of a step that is taken, of one that is dropped, and of one after it."""
+    model = network("unified-int8", "skip")
+    run, optimizer = DistributedDataParallel(model), SGD(model.parameters(), lr=0.05)
+    byteback.scale_learning_rates(optimizer, model)
+    draw, counted = _draw(), []
+    for bad in (False, True, False):
+        collectives.clear()
+        step(run, optimizer, draw, float("nan") if bad and dist.get_rank() else 1.0)
+        counted.append(len(collectives))
+    return counted
+
+
+def nan_in_a_micro_batch() -> tuple[int, str]:
+    """On rank 1, in the first of two; DDP overwrites the buffers of rank 1 before the second."""
+    model = network("unified-int8", "skip")
+    run, optimizer = DistributedDataParallel(model), SGD(model.parameters(), lr=0.05)
+    scaling = byteback.scale_learning_rates(optimizer, model)
+    draw = _draw()
+    for factor in (float("nan") if dist.get_rank() else 1.0, 1.0):
+        (run(images(draw)).square().mean() * factor).backward()
+    optimizer.step()
+    return scaling.skipped, digest(model.parameters())
+
+
+class Levels(nn.Module):
+    """As the heads of a detector: what has no objects is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.body, self.level = nn.Conv2d(2, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        return self.level(x) if dist.get_rank() else x
+
+
+def layer_that_rank_0_never_calls() -> tuple[int, dict[str, float], str]:
+    """How often it drew noise; the factors; the weights."""
+    model: Any = byteback.prepare(Levels(), byteback.UnifiedInt8(strict=True))
+    run = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = SGD(model.parameters(), lr=0.05)
+    scaling = byteback.scale_learning_rates(optimizer, model)
+    draw = _draw()
+    for _ in range(4):
+        optimizer.zero_grad()
+        run(images(draw)).square().mean().backward()
+        optimizer.step()
+    return int(model.level.quantizers.count), scaling.factors(), digest(model.parameters())
+
+
+def closures() -> dict[str, tuple[dict[str, float], str]]:
+    """The gradients, and so the agreement, come during the step."""
+    builders: dict[str, Callable[[Any], Optimizer]] = {
+        "sgd": lambda p: SGD(p, lr=0.05),
+        "lbfgs": lambda p: LBFGS(p, lr=0.1, max_iter=2),
+    }
+    found = {}
+    for name, build in builders.items():
+        model = network("unified-int8")
+        run, optimizer = DistributedDataParallel(model), build(model.parameters())
+        scaling, draw = byteback.scale_learning_rates(optimizer, model), _draw()
+        for _ in range(3):
+            batch = images(draw)
+
+            def closure(run: nn.Module = run, optimizer: Optimizer = optimizer, batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = run(batch).square().mean()
+                loss.backward()
+                shared = loss.detach().clone()
+                all_reduce(shared)  # LBFGS decides by it
+                return shared
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+        found[name] = scaling.factors(), digest(model.parameters())
+    return found
+
+
+def resumed() -> list[str]:
+    """The weights of a run, and those of one that goes on from a checkpoint that rank 0 wrote."""
+    found = []
+    for interrupted in (False, True):
+        draw, saved = _draw(), None
+        for steps in (13, 12):
+            if saved is None or interrupted:
+                model = network("unified-int8")
+                run, optimizer = DistributedDataParallel(model), SGD(model.parameters(), lr=0.05, momentum=0.9)
+                byteback.scale_learning_rates(optimizer, model)
+            if saved is not None and interrupted:
+                dist.broadcast_object_list(saved)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            for _ in range(steps):
+                step(run, optimizer, draw)
+            saved = [model.state_dict(), optimizer.state_dict()]
+        found.append(digest(model.parameters()))
+    return found
+
+
+def partitioned() -> dict[str, tuple[int, str]]:
+    """Iterations and weights, where each rank steps all weights, and where it steps its part of them."""
+    found = {}
+    for name in ("every rank steps all", "ZeroRedundancyOptimizer"):
+        model = network("unified-int8")
+        optimizer: Optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if name != "every rank steps all":
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.05, momentum=0.9)
+        run, draw = DistributedDataParallel(model), _draw()
+        byteback.scale_learning_rates(optimizer, model)
+        for _ in range(12):
+            step(run, optimizer, draw)
+        found[name] = int(model[2][0].quantizers.iteration), digest(model.parameters())
+    return found
+
+
+def group_of_one() -> int:
+    """How many collectives there are where each rank trains a model by itself."""
+    alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    model = network("unified-int8")
+    optimizer = SGD(model.parameters(), lr=0.05)
+    byteback.scale_learning_rates(optimizer, model, process_group=alone)
+    collectives.clear()
+    step(model, optimizer, _draw())
+    return len(collectives)
+
+
+def sharded() -> dict[str, tuple[str, dict[str, float], str]] | None:
+    """Kind of weight, factors and weights under DDP (with blocks and without) and FSDP2; None where there is no FSDP2."""
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        return None
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for order in ("ddp", "ddp without blocks", "prepare, shard", "shard, prepare"):
+        model = network("unified-int8", fuse=order != "ddp without blocks")
+        recipe, run = model[2][0].recipe, model
+        if order.startswith("ddp"):
+            run = DistributedDataParallel(model)  # type: ignore[assignment]
+        else:
+            if order == "shard, prepare":
+                byteback.restore(model)
+            fully_shard(model[2], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            if order == "shard, prepare":
+                byteback.prepare(model, recipe)
+        optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scaling, draw = byteback.scale_learning_rates(optimizer, model), _draw()
+        for _ in range(12):
+            step(run, optimizer, draw)
+        found[order] = type(model[2][0].weight).__name__, scaling.factors(), digest(model.parameters())
+    return found
+
+
+def partly_sharded() -> list[str] | None:
+    """The kinds of weights in one optimizer, where FSDP2 has only some of them."""
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        return None
+    model = network("unified-int8")
+    fully_shard(model[2][0], mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    optimizer = SGD(model.parameters(), lr=0.05, foreach=False)  # torch's own foreach does not mix them
+    byteback.scale_learning_rates(optimizer, model)
+    for _ in range(2):
+        step(model, optimizer, _draw())
+    return [type(layer.weight).__name__ for layer in (model[2][0], model[2][3])]
+
+
+def tell() -> None:
+    """Prints all facts as JSON."""
+    warnings.simplefilter("ignore")  # that steps are dropped
+    dist.all_reduce = _counted
+    every = (
+        collectives_of_a_step,
+        nan_in_a_micro_batch,
+        layer_that_rank_0_never_calls,
+        closures,
+        resumed,
+        partitioned,
+        group_of_one,
+        sharded,
+        partly_sharded,
+    )
+    print(json.dumps({fact.__name__: fact() for fact in every}), flush=True)
