@@ -8,8 +8,6 @@
 #include <cstdlib>
 #include <new>
 
-#include "types.h"
-
 namespace byteback {
 namespace {  // each file compiles its own copy, or the linker could hand one path's code to another
 
@@ -19,11 +17,10 @@ constexpr bool kSanitized = true;
 constexpr bool kSanitized = false;
 #endif
 
-// At least `bytes` bytes, rounded up to `step`; std::free takes them back.
-inline void* allocate_aligned(size_t bytes, size_t step) {
-    const size_t most = kSanitized ? bytes : static_cast<size_t>(round_up(static_cast<s64>(bytes), static_cast<s64>(step)));
+// std::free takes it back.
+inline void* allocate_aligned(size_t bytes) {
     void* memory = nullptr;
-    if (posix_memalign(&memory, 64, most ? most : 1)) throw std::bad_alloc();
+    if (posix_memalign(&memory, 64, bytes ? bytes : 1)) throw std::bad_alloc();
     return memory;
 }
 

@@ -124,11 +124,12 @@ public:
     // At least `bytes` bytes, aligned to 64; the contents are whatever was there. Valid until the next call in this thread.
     char* get(size_t bytes) {
         if (kSanitized || bytes > size_ || (size_ > kKept && bytes < size_ / 4)) {
+            const size_t size = kSanitized ? bytes : static_cast<size_t>(round_up(static_cast<s64>(bytes), 4096));
             std::free(memory_);
             memory_ = nullptr;
             size_ = 0;
-            memory_ = static_cast<char*>(allocate_aligned(bytes, 4096));
-            size_ = bytes;
+            memory_ = static_cast<char*>(allocate_aligned(size));
+            size_ = size;
         }
         return memory_;
     }

@@ -136,7 +136,7 @@ Pool& pool() {
 
 Block pool_lend(size_t bytes, size_t limit) {
     if (!kSanitized && bytes >= kSmallestBlock) return pool().lend(bytes, limit);
-    return {allocate_aligned(bytes, 64), 0};
+    return {allocate_aligned(bytes), 0};
 }
 
 void pool_give_back(Block block) {

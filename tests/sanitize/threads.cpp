@@ -209,13 +209,14 @@ void add_statistics(Path path, std::vector<Call>& calls) {
                          }});
         calls.push_back({"tail_count and terms", [=](int threads) {
                              Room<s64> counts(channels);
-                             Room<f64> cosine(9), slope(5), dots(3);
+                             Room<f64> cosine(9), each(9 * channels), slope(5), dots(3);
                              ELEMENTWISE(tail_count, rows, x, {clips, 0, 1}, counts, threads);
-                             ELEMENTWISE(cosine_terms, rows, x, clips, 3, cosine, threads);
+                             ELEMENTWISE(cosine_terms, rows, x, {clips, 3, false}, true, cosine, threads);
+                             ELEMENTWISE(channel_cosine_terms, rows, x, {clips, 3, true}, false, each, threads);
                              ELEMENTWISE(cosine_slope_terms, rows, x, 1.5f, slope, threads);
                              ELEMENTWISE(dot_terms, rows, x, given().bytes.data(), {clips, 0, 1}, dots, threads);
                              Bytes all;
-                             counts.add_to(all), cosine.add_to(all), slope.add_to(all), dots.add_to(all);
+                             counts.add_to(all), cosine.add_to(all), each.add_to(all), slope.add_to(all), dots.add_to(all);
                              return all;
                          }});
     }
