@@ -12,7 +12,7 @@ STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test fuzz check format clean distclean rebuild
+.PHONY: help setup demo test fuzz sanitize check format clean distclean rebuild
 
 # The stamp is written last and holds the path of this checkout. So a set-up that was interrupted (no stamp), a checkout that
 # was moved or copied (another path: its environment would import the old place) and an environment whose interpreter has
@@ -36,6 +36,9 @@ test: $(STAMP) ## unit tests and docstring examples; more by ARGS='-m slow' or A
 
 fuzz: $(STAMP) ## 10,000 drawn cases of every operator against an oracle; ARGS='--seed 7 --cases 500' draws others
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
+
+sanitize: $(STAMP) ## kernel and block tests under ASan and UBSan, kernels in many threads under TSan (a quarter of an hour)
+	PYTHONPATH=tests $(BIN)/python -m sanitize $(ARGS)
 
 # The same tools with the same settings (pyproject.toml) as .pre-commit-config.yaml, over the whole tree.
 check: $(STAMP) ## lint, formatting, types, spelling

@@ -12,9 +12,9 @@
 
 #include <atomic>
 #include <cstdlib>
-#include <new>
 #include <vector>
 
+#include "aligned.h"
 #include "types.h"
 
 namespace byteback {
@@ -123,14 +123,13 @@ public:
 
     // At least `bytes` bytes, aligned to 64; the contents are whatever was there. Valid until the next call in this thread.
     char* get(size_t bytes) {
-        if (bytes > size_ || (size_ > kKept && bytes < size_ / 4)) {
+        if (kSanitized || bytes > size_ || (size_ > kKept && bytes < size_ / 4)) {
+            const size_t size = kSanitized ? bytes : static_cast<size_t>(round_up(static_cast<s64>(bytes), 4096));
             std::free(memory_);
-            size_ = static_cast<size_t>(round_up(static_cast<s64>(bytes) + 64, 4096));
-            memory_ = static_cast<char*>(std::aligned_alloc(64, size_));
-            if (!memory_) {
-                size_ = 0;
-                throw std::bad_alloc();
-            }
+            memory_ = nullptr;
+            size_ = 0;
+            memory_ = static_cast<char*>(allocate_aligned(size));
+            size_ = size;
         }
         return memory_;
     }

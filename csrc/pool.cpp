@@ -9,6 +9,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "aligned.h"
+
 namespace byteback {
 
 namespace {
@@ -133,10 +135,8 @@ Pool& pool() {
 }  // namespace
 
 Block pool_lend(size_t bytes, size_t limit) {
-    if (bytes >= kSmallestBlock) return pool().lend(bytes, limit);
-    void* memory = std::aligned_alloc(64, static_cast<size_t>(round_up(static_cast<s64>(bytes) + 1, 64)));
-    if (!memory) throw std::bad_alloc();
-    return {memory, 0};
+    if (!kSanitized && bytes >= kSmallestBlock) return pool().lend(bytes, limit);
+    return {allocate_aligned(bytes), 0};
 }
 
 void pool_give_back(Block block) {

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documentation says is true: the paths it names exist, and its Python runs.
 
-Read are README.md, CONTRIBUTING.md and docs/*.md. A path is a code span that looks like one (it has a file suffix, or its
-first part is a folder here) or the target of a relative link. The ```python blocks of README.md and docs/*.md run in order,
-in one namespace per file, in an empty folder. What is exempt is listed here with its reason, and nothing else is.
+Read are README.md, CONTRIBUTING.md, SECURITY.md and docs/*.md. A path is a code span that looks like one (it has a file
+suffix, or its first part is a folder here) or the target of a relative link. The ```python blocks of README.md and
+docs/*.md run in order, in one namespace per file, in an empty folder. What is exempt is listed here with its reason, and
+nothing else is.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from byteback.torchvision_compat import load
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [page for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if page.exists()] + DOCS
-RUNNABLE = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
+PAGES = [page for page in (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")) if page.exists()] + DOCS
+RUNNABLE = [page for page in PAGES if page.name not in ("CONTRIBUTING.md", "SECURITY.md")]
 # Where a path may start: the repository, the package (`ops/reference.py`), or the page's own folder.
 BASES = [ROOT, ROOT / "src" / "byteback"]
 # A bare file name (`reference.py`) is looked for in these.

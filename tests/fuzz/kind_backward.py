@@ -18,7 +18,7 @@ from fuzz.kind_quantize import SHAPE, bias_shape, shape_of
 from fuzz.operands import FLOATS, KEYS, LAYOUTS, VECTOR_LAYOUTS, floats, integers, key_of, laid_out, magnitudes
 from oracles import norms, passes, quantize, statistics
 
-NAMES = ("grad", "grad", "sums", "quantize", "quantize_pair", "tails")
+NAMES = ("grad", "grad", "sums", "quantize", "quantize_pair", "by_ratio", "tails")
 
 
 class Kept:
@@ -85,13 +85,18 @@ def _build(case: Case, rng: np.random.Generator) -> Check:
         expected = quantize.absmax(dx, 1), statistics.tail_count(dx, column), statistics.tail_count(dx, single)
         return Check(lambda: ops.normalize_grad_tails(of.parts, each, one), expected, [*of.inputs, one, each])
     key, words = key_of(case["key"], rng)
-    inputs, wide = [*of.inputs, one, each, *([] if key is None else [key])], case["key"] == "wide"
+    inputs = [*of.inputs, one, each, *([] if key is None else [key])]
+    if case["name"] == "by_ratio":
+        ratio = case["ratio"]
+        clip = quantize.absmax(dx, 1) * np.float32(ratio)
+        expected = clip, quantize.quantize(dx, clip, words)
+        return Check(lambda: ops.normalize_grad_quantize_by_ratio(of.parts, ratio, key), expected, inputs)
     if case["name"] == "quantize":
         expected = quantize.quantize(dx, single, words)
-        return Check(lambda: ops.normalize_grad_quantize(of.parts, one, key), expected, inputs, may_refuse=wide)
+        return Check(lambda: ops.normalize_grad_quantize(of.parts, one, key), expected, inputs)
     clips = each.as_strided(column.shape, [each.stride(0) if size > 1 else 1 for size in column.shape])
     both = quantize.quantize(dx, single, words), quantize.quantize(dx, column, words)
-    return Check(lambda: ops.normalize_grad_quantize_pair(of.parts, one, clips, key), both, inputs, may_refuse=wide)
+    return Check(lambda: ops.normalize_grad_quantize_pair(of.parts, one, clips, key), both, inputs)
 
 
 def _build_batch(case: Case, rng: np.random.Generator) -> Check:
@@ -138,6 +143,7 @@ KINDS = [
             "want_squares": YES,
             "clip": Choice(("ordinary", "ones", "mixed")),
             "key": KEYS,
+            "ratio": Choice((1.0, 0.5, 0.3, 1.7)),
         },
         _build,
         bias_shape,

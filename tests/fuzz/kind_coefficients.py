@@ -42,6 +42,9 @@ def _build_folded(case: Case, rng: np.random.Generator) -> Check:
     count = case["channels"]
     mean, *others = (vector(count, case["vectors"], case["sum_layout"], rng) for _ in range(4))
     var = laid_out(magnitudes([count], case["var"], rng), case["sum_layout"])
+    if case["invstd"]:
+        alone = 1.0 / np.sqrt(var.numpy().astype(np.float64) + case["eps"])
+        return Check(lambda: ops.norm_invstd(var, case["eps"]), alone, [var])
     gamma, beta, bias = (v if wanted else None for v, wanted in zip(others, case["has"], strict=True))
     expected = norms.norm_folded(mean.numpy(), var.numpy(), arrays(gamma), arrays(beta), arrays(bias), case["eps"])
     return Check(
@@ -88,6 +91,8 @@ KINDS = [
         },
         _build_forward,
     ),
-    Kind("norm_folded", 1, {**_COMMON, "var": Choice(("ordinary", "wild", "mixed")), "has": _HAS}, _build_folded),
+    Kind(
+        "norm_folded", 1, {**_COMMON, "var": Choice(("ordinary", "wild", "mixed")), "has": _HAS, "invstd": YES}, _build_folded
+    ),
     Kind("norm_gradient", 2, {**_COMMON, "sums": YES, "wide_a": Choice((False, False, False, True))}, _build_backward),
 ]

@@ -64,6 +64,9 @@ def _build_dots(case: Case, rng: np.random.Generator) -> Check:
 
 
 def _build_sums(case: Case, rng: np.random.Generator) -> Check:
+    if case["last"]:
+        values = floats((3, case["channels"]), case["x"], rng).to(torch.float64)
+        return Check(lambda: ops.sum_last(values), statistics.tree(values.numpy().T), [values])
     each = floats((1, case["channels"], 1, 1), case["x"], rng).to(torch.float64)
     expected = np.asarray(statistics.tree(each.numpy().reshape(-1))).reshape(1, 1, 1, 1)
     return Check(lambda: ops.sum_channels(each), expected, [each])
@@ -110,5 +113,5 @@ KINDS = [
         _build_dots,
         bias_shape,
     ),
-    Kind("sum_channels", 1, {"channels": Number(1, 200), "x": FLOATS}, _build_sums),
+    Kind("sum_channels", 1, {"channels": Number(1, 200), "x": FLOATS, "last": Choice((False, True))}, _build_sums),
 ]

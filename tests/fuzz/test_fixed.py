@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,14 @@ def test_a_case_is_the_same_whoever_draws_it_and_every_kind_is_drawn() -> None:
     assert drawn == [harness.draw(3, index) for index in range(400)]
     assert {case["kind"] for case in drawn} == set(harness.kinds())
     assert harness.draw(4, 0) != drawn[0]
+
+
+def test_every_operator_is_drawn() -> None:
+    text = "".join(file.read_text(encoding="utf-8") for file in Path(harness.__file__).parent.glob("kind_*.py"))
+    operators = [name for name in ops.__all__ if name[0].islower()]
+    # The three products are one kind, which makes the operator's name.
+    missing = [name for name in operators if not re.search(rf"\b{name}\b", text) and not name.startswith("conv_int8_grad")]
+    assert len(operators) > 30 and not missing, f"no kind of tests/fuzz draws {missing}"
 
 
 def test_one_wrong_bit_is_seen_and_named_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
