@@ -12,6 +12,8 @@ from hypothesis import settings
 
 from byteback.nn import float_table
 
+collect_ignore = ["sanitize"]  # `make sanitize` runs pytest from there, with another build of the native library
+
 settings.register_profile("byteback", derandomize=True, deadline=None)
 settings.load_profile("byteback")
 
