@@ -1,0 +1,344 @@
+// SPDX-License-Identifier: Apache-2.0
+// The order of additions of statistics_avx2.cpp: blocks of 64 rows, their halving tree, and packing for other layouts.
+//
+// A Statistic says how many float64 sums each channel has and how a Piece (rows of one block, channels of one tile) adds to
+// them. `ordered_sums` brings the pieces in the right order. Only for statistics_avx2.cpp.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstring>
+#include <vector>
+
+#include "core/parallel.h"
+#include "elementwise/rows.h"
+
+namespace byteback::avx2 {
+
+namespace {
+
+// Eight floats as float64.
+struct Wide {
+    __m256d low, high;
+};
+
+inline Wide widen(__m256 x) {
+    return {_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))};
+}
+
+inline Wide widen_bytes(__m128i q) {
+    return {_mm256_cvtepi32_pd(_mm_cvtepi8_epi32(q)), _mm256_cvtepi32_pd(_mm_cvtepi8_epi32(_mm_srli_si128(q, 4)))};
+}
+
+struct AllLanes {
+    __m256 load(const f32* p) const { return _mm256_loadu_ps(p); }
+    // Converts from memory, which spares the shuffle of the upper half.
+    Wide wide(const f32* p, __m256) const { return {_mm256_cvtps_pd(_mm_loadu_ps(p)), _mm256_cvtps_pd(_mm_loadu_ps(p + 4))}; }
+    Wide integers(const s8* p) const { return {quarter(p), quarter(p + 4)}; }
+
+private:
+    static __m256d quarter(const s8* p) { return _mm256_cvtepi32_pd(_mm_cvtepi8_epi32(_mm_loadu_si32(p))); }
+};
+
+// n <= 8 bytes, the others 0; reads nothing behind them.
+inline s64 first_bytes(const s8* p, s64 n) {
+    u64 all = 0, part = 0;
+    if (n == 8) std::memcpy(&all, p, 8);
+    if (n & 4) std::memcpy(&all, p, 4);
+    if (n & 2) std::memcpy(&part, p + (n & 4), 2), all |= part << 8 * (n & 4);
+    if (n & 1) all |= static_cast<u64>(static_cast<u8>(p[n & 6])) << 8 * (n & 6);
+    return static_cast<s64>(all);
+}
+
+// The first `count` lanes; the others read nothing and are 0.
+struct FirstLanes {
+    s64 count;
+    __m256i mask;
+
+    explicit FirstLanes(s64 n)
+        : count(n < 8 ? n : 8),
+          mask(_mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<s32>(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))) {}
+
+    __m256 load(const f32* p) const { return _mm256_maskload_ps(p, mask); }
+    Wide wide(const f32*, __m256 x) const { return widen(x); }
+    Wide integers(const s8* p) const { return widen_bytes(_mm_cvtsi64_si128(first_bytes(p, count))); }
+};
+
+// Some rows of one block by the channels of one tile, channels together.
+struct Piece {
+    const f32* x;
+    s64 x_stride;
+    const s8* q;  // q and scale: only for dot_terms
+    s64 q_stride;
+    const f32* scale;
+    s64 rows, channel, width;
+    uintptr_t ahead;  // what will be read next, and in which steps it is fetched while channels and rows are walked through
+    s64 ahead_channel, ahead_row;
+
+    // Columns are read with large strides, which the hardware does not foresee. May lie behind the end: this never faults.
+    void fetch_ahead(s64 c, s64 row) const {
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + c * ahead_channel + row * ahead_row), _MM_HINT_T1);
+    }
+
+    // The same for q, which has a quarter of the bytes.
+    void fetch_integers_ahead(s64 c, s64 row) const {
+        const uintptr_t next = reinterpret_cast<uintptr_t>(q + rows * q_stride);
+        _mm_prefetch(reinterpret_cast<const char*>(next + (c * ahead_channel + row * ahead_row) / 4), _MM_HINT_T1);
+    }
+};
+
+struct Source {
+    Rows rows;
+    const f32* x;
+    const s8* q;
+    PerScale scale;
+};
+
+// ---- packing ---------------------------------------------------------------------------------------------------------
+
+// to[row][channel] = from[channel][row] for 8 x 8 floats.
+inline void transpose8(const f32* from, s64 from_stride, f32* to, s64 to_stride) {
+    __m256 a[8], b[8];
+    for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(from + i * from_stride);
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
+            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xEE);
+        }
+    for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
+
+// The same for bytes.
+inline void transpose8(const s8* from, s64 from_stride, s8* to, s64 to_stride) {
+    __m128i a[8], b[4], c[4];
+    for (int i = 0; i < 8; ++i) a[i] = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i * from_stride));
+    for (int i = 0; i < 4; ++i) b[i] = _mm_unpacklo_epi8(a[2 * i], a[2 * i + 1]);  // channels 2i, 2i+1 of rows 0..7
+    for (int i = 0; i < 2; ++i) {
+        c[2 * i] = _mm_unpacklo_epi16(b[2 * i], b[2 * i + 1]);  // channels 4i..4i+3 of rows 0..3
+        c[2 * i + 1] = _mm_unpackhi_epi16(b[2 * i], b[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        const __m128i rows[2] = {_mm_unpacklo_epi32(c[i], c[i + 2]), _mm_unpackhi_epi32(c[i], c[i + 2])};
+        for (int j = 0; j < 2; ++j) {
+            s8* at = to + (4 * i + 2 * j) * to_stride;
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(at), rows[j]);
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(at + to_stride), _mm_unpackhi_epi64(rows[j], rows[j]));
+        }
+    }
+}
+
+// Fetches the rows of the next block: there are more planes than streams that the hardware can follow. May lie behind the end.
+template <class T>
+inline void fetch_planes(const T* from, s64 channel_stride, s64 width) {
+    const uintptr_t next = reinterpret_cast<uintptr_t>(from + kStatisticsBlock);
+    for (s64 c = 0; c < width; ++c)
+        for (s64 byte = 0; byte < kStatisticsBlock * static_cast<s64>(sizeof(T)); byte += 64) {
+            const uintptr_t at = next + c * channel_stride * sizeof(T) + byte;
+            _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+        }
+}
+
+// to[row * to_stride + c] = from[row * row_stride + c * channel_stride]
+template <class T>
+void pack(const T* from, s64 row_stride, s64 channel_stride, s64 rows, s64 width, T* to, s64 to_stride) {
+    const s64 whole_rows = row_stride == 1 ? rows / 8 * 8 : 0, whole_width = width / 8 * 8;
+    if (row_stride == 1) fetch_planes(from, channel_stride, width);
+    for (s64 c = 0; c < whole_width; c += 8)
+        for (s64 row = 0; row < whole_rows; row += 8)
+            transpose8(from + c * channel_stride + row, channel_stride, to + row * to_stride + c, to_stride);
+    for (s64 c = 0; c < width; ++c)
+        for (s64 row = c < whole_width ? whole_rows : 0; row < rows; ++row)
+            to[row * to_stride + c] = from[row * row_stride + c * channel_stride];
+}
+
+// ---- the halving tree ------------------------------------------------------------------------------------------------
+
+// Adds `count` numbers.
+inline f64 tree(const f64* values, s64 count) {
+    s64 padded = 1;
+    while (padded < count) padded *= 2;
+    std::vector<f64> sums(padded, 0.0);
+    for (s64 i = 0; i < count; ++i) sums[i] = values[i];
+    for (s64 half = padded / 2; half > 0; half /= 2)
+        for (s64 i = 0; i < half; ++i) sums[i] += sums[i + half];
+    return sums[0];
+}
+
+inline void add_vector(f64* to, const f64* from, s64 n) {
+    for (s64 i = 0; i < n; ++i) to[i] += from[i];
+}
+
+// How a tensor is cut into subtrees; all but `blocks` and `tile` are powers of two.
+struct Forest {
+    s64 blocks;    // blocks of 64 rows
+    s64 leaves;    // blocks rounded up to a power of two
+    s64 tile;      // channels of a tile
+    s64 tiles;
+    s64 joint;     // neighbouring subtrees of a unit
+    s64 residues;  // subtrees: of the blocks that are equal modulo this number
+
+    explicit Forest(const Rows& rows) : blocks(ceil_div(rows.count(), kStatisticsBlock)), leaves(1) {
+        constexpr s64 kWidth = 1024, kUnits = 16;
+        while (leaves < blocks) leaves *= 2;
+        tile = !rows.channels_last() ? 16 : blocks < kUnits ? 64 : 1024;
+        tile = rows.channels < tile ? rows.channels : tile;
+        tiles = ceil_div(rows.channels, tile);
+        for (joint = 1; joint < leaves && 2 * joint * tile <= kWidth;) joint *= 2;
+        for (residues = joint; residues < leaves && residues / joint * tiles < kUnits;) residues *= 2;
+    }
+
+    s64 padded() const { return round_up(tile, 8); }
+    s64 units() const { return tiles * (residues / joint); }
+};
+
+struct TreeTag {};
+struct PackTag {};
+
+// One thread's walk through the subtrees of its units.
+template <class Statistic>
+class Walker {
+public:
+    Walker(const Source& source, const Forest& forest, const Statistic& statistic, typename Statistic::Aside* aside)
+        : source_(source), forest_(forest), statistic_(statistic), aside_(aside), padded_(forest.padded()) {
+        vector_ = statistic.sums() * padded_ * forest.joint;
+        s64 levels = 1;
+        for (s64 n = forest.leaves / forest.residues; n > 1; n /= 2) ++levels;
+        sums_ = reinterpret_cast<f64*>(scratch<TreeTag>(levels * vector_ * sizeof(f64)));
+        char* packed = scratch<PackTag>(padded_ * (sizeof(f32) + kStatisticsBlock * (sizeof(f32) + sizeof(s8))));
+        packed_x_ = reinterpret_cast<f32*>(packed);
+        scale_ = packed_x_ + kStatisticsBlock * padded_;
+        packed_q_ = reinterpret_cast<s8*>(scale_ + padded_);
+        std::memset(packed, 0, padded_ * sizeof(f32));
+    }
+
+    // totals[residue][sum][channel]
+    void unit(s64 index, f64* totals) {
+        const s64 first = index % (forest_.residues / forest_.joint) * forest_.joint, C = source_.rows.channels;
+        channel_ = index / (forest_.residues / forest_.joint) * forest_.tile;
+        width_ = C - channel_ < forest_.tile ? C - channel_ : forest_.tile;
+        scale_outer_ = -1;
+        subtree(first, forest_.residues, sums_);
+        for (s64 k = 0; k < forest_.joint; ++k)
+            for (s64 sum = 0; sum < statistic_.sums(); ++sum)
+                std::memcpy(totals + ((first + k) * statistic_.sums() + sum) * C + channel_,
+                            sums_ + (k * statistic_.sums() + sum) * padded_, width_ * sizeof(f64));
+    }
+
+private:
+    // sums = the sums of blocks first, first + stride, first + 2 stride ..., and so for `joint` neighbours of first.
+    void subtree(s64 first, s64 stride, f64* sums) {
+        if (first >= forest_.blocks) {
+            for (s64 i = 0; i < vector_; ++i) sums[i] = 0.0;
+        } else if (stride == forest_.leaves) {
+            for (s64 k = 0; k < forest_.joint; ++k) block(first + k, sums + k * statistic_.sums() * padded_);
+        } else {
+            subtree(first, 2 * stride, sums);
+            subtree(first + stride, 2 * stride, sums + vector_);
+            add_vector(sums, sums + vector_, vector_);
+        }
+    }
+
+    void block(s64 index, f64* sums) {
+        const s64 n = statistic_.sums() * padded_;
+        const s64 missing = (index + 1) * kStatisticsBlock - source_.rows.count();
+        // -0 is what addition leaves alone; a block that does not exist is +0.
+        for (s64 i = 0; i < n; ++i) sums[i] = index < forest_.blocks ? -0.0 : 0.0;
+        if (index >= forest_.blocks) return;
+        const s64 end = missing > 0 ? source_.rows.count() : (index + 1) * kStatisticsBlock;
+        for (s64 row = index * kStatisticsBlock; row < end;) {
+            const s64 o = row / source_.rows.inner, i = row % source_.rows.inner;
+            const s64 rows = end - row < source_.rows.inner - i ? end - row : source_.rows.inner - i;
+            add(piece(o, i, rows), sums);
+            row += rows;
+        }
+        if (missing > 0)  // missing rows are +0, which makes a sum of -0 positive
+            for (s64 i = 0; i < n; ++i) sums[i] += 0.0;
+    }
+
+    Piece piece(s64 o, s64 i, s64 n) {
+        const Rows& r = source_.rows;
+        const s64 at = o * r.outer_stride + i * r.inner_stride + channel_ * r.channel_stride;
+        if (source_.q && scale_outer_ != o) {
+            for (s64 c = 0; c < width_; ++c) scale_[c] = source_.scale.at(o, channel_ + c);
+            scale_outer_ = o;
+        }
+        const s8* q = source_.q ? source_.q + at : nullptr;
+        if (r.channels_last()) return {source_.x + at, r.inner_stride, q, r.inner_stride, scale_, n, channel_, width_, 0, 0, 0};
+        pack(source_.x + at, r.inner_stride, r.channel_stride, n, width_, packed_x_, padded_);
+        if (q) pack(q, r.inner_stride, r.channel_stride, n, width_, packed_q_, padded_);
+        return {packed_x_, padded_, packed_q_, padded_, scale_, n, channel_, width_, 0, 0, 0};
+    }
+
+    // A few rows at a time, so that they stay in the first cache while the columns are walked through.
+    void add(Piece piece, f64* sums) {
+        constexpr int V = Statistic::vectors;
+        const s64 all = piece.rows, few = piece.width > 256 ? 8 : 2048 / piece.width;
+        for (s64 row = 0; row < all; row += few) {
+            piece.rows = all - row < few ? all - row : few;
+            plan_fetches(piece, V);
+            s64 c = 0;
+            for (; c + 8 * V <= piece.width; c += 8 * V)
+                statistic_.template columns<V>(piece, c, AllLanes{}, sums + c, padded_, aside_);
+            for (; c < piece.width; c += 8)
+                statistic_.template columns<1>(piece, c, FirstLanes(piece.width - c), sums + c, padded_, aside_);
+            piece.x += few * piece.x_stride;
+            if (piece.q) piece.q += few * piece.q_stride;
+        }
+    }
+
+    // The rows behind the piece: in the order of memory where they lie together, else below those that are read.
+    static void plan_fetches(Piece& piece, int vectors) {
+        constexpr s64 size = sizeof(f32);
+        const bool dense = piece.x_stride == piece.width;
+        piece.ahead = reinterpret_cast<uintptr_t>(piece.x) + piece.rows * piece.x_stride * size;
+        piece.ahead_channel = dense ? piece.rows * size : size;
+        piece.ahead_row = dense ? 8 * vectors * size : piece.x_stride * size;
+    }
+
+    const Source& source_;
+    const Forest& forest_;
+    const Statistic& statistic_;
+    typename Statistic::Aside* aside_;
+    s64 padded_, vector_, channel_ = 0, width_ = 0, scale_outer_ = -1;
+    f64* sums_;
+    f32* packed_x_;
+    s8* packed_q_;
+    f32* scale_;
+};
+
+inline void add_to(f64& all, f64 part) { all += part; }
+
+// The contract's sums as [sum][channel], at the front of the result (cutting it would instantiate std::vector::resize, which
+// the linker could share with the generic path). aside: what needs no order, collected by each thread and then joined.
+template <class Statistic, class Aside, class Join>
+std::vector<f64> ordered_sums(const Source& source, const Statistic& statistic, int threads, std::vector<Aside>& aside,
+                              Join join) {
+    const s64 width = statistic.sums() * source.rows.channels;
+    if (source.rows.count() * source.rows.channels == 0) return std::vector<f64>(width, 0.0);
+    const Forest forest(source.rows);
+    threads = useful_threads(threads, source.rows.count() * source.rows.channels);
+    threads = threads > 1 ? threads : 1;
+    std::vector<f64> totals(forest.residues * width);
+    const s64 share = round_up(static_cast<s64>(aside.size()), 16) + 16;  // no two threads write to one cache line
+    std::vector<Aside> asides(threads * share, Aside{});
+    parallel_ranges(threads, forest.units(), [&](int thread, s64 begin, s64 end) {
+        Walker<Statistic> walker(source, forest, statistic, asides.data() + thread * share);
+        for (s64 index = begin; index < end; ++index) walker.unit(index, totals.data());
+    });
+    for (int thread = 0; thread < threads; ++thread)
+        for (size_t i = 0; i < aside.size(); ++i) join(aside[i], asides[thread * share + i]);
+    for (s64 half = forest.residues / 2; half > 0; half /= 2)
+        add_vector(totals.data(), totals.data() + half * width, half * width);
+    return totals;
+}
+
+}  // namespace
+
+}  // namespace byteback::avx2
