@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from byteback.ops import native
+from byteback.ops.backends.cpu import library as native_library
 from guard.calls_products import batch_numbers
 from guard.memory import Arena
 from guard.shapes import ROWS
 
-library: Any = native.library
+library: Any = native_library.native
 int8, int64, uint8, float64 = torch.int8, torch.int64, torch.uint8, torch.float64
 RULE = (0.3, 1.0 - 0.8, 0.8)
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from byteback.ops import native, pool
+from byteback.ops.backends.cpu import allocator
+from byteback.ops.backends.cpu import library as native_library
 from guard.memory import Arena
 from guard.shapes import ROWS, WINDOWS
 
-library: Any = native.library
+library: Any = native_library.native
 int8, int64, uint8, float64 = torch.int8, torch.int64, torch.uint8, torch.float64
 
 
@@ -40,8 +41,8 @@ def quantize_max(arena: Arena, path: int, threads: int) -> None:
             if axis == 0 and rows[0] == 1 and samples > 1:
                 continue
             sizes = (count,), (1,), (clips,), (1,)
-            made = library.quantize_max(path, rows, arena.floats(count), axis, arena.key(), *sizes, pool.limit, threads)
-            arena.results += [pool.tensor_of(part) for part in made]
+            made = library.quantize_max(path, rows, arena.floats(count), axis, arena.key(), *sizes, allocator.limit, threads)
+            arena.results += [allocator.tensor_of(part) for part in made]
 
 
 def absmax(arena: Arena, path: int, threads: int) -> None:

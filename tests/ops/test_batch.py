@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ops/batch.py: one call gives the bits of the steps that it stands for, on every path and with any number of threads."""
+"""ops/block.py: one call gives the bits of the steps that it stands for, on every path and with any number of threads."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from byteback import ops
-from byteback.ops import native
-from byteback.ops.batch import BatchNorm, normalize_batch
-from byteback.ops.batch_grad import normalize_grad_batch
+from byteback.ops import BatchNorm, normalize_batch, normalize_grad_batch
+from byteback.ops.backends import paths
 
-PATHS = [path for path in native.available() if path != "reference"]
+PATHS = [path for path in paths.available() if path != "reference"]
 SHAPES = [(3, 16, 8, 8), (2, 7, 5, 3), (2, 24, 9), (5, 40), (2, 8, 3, 4, 5), (1, 130, 17, 3)]
 
 
@@ -50,7 +49,7 @@ def forward(path, shape, kind, activation, wants, bias=True, running=True, keep=
     x, (gamma, beta, conv_bias, mean, var) = drawn(shape)
     norm = BatchNorm(gamma, beta, conv_bias if bias else None, 1e-5, (mean, var) if running else None, 0.1)
     residual = residual_of(kind, shape)
-    with native.path(path):
+    with paths.path(path):
         int8, floats, mask = wants
         made = normalize_batch(x, norm, residual, activation, want_int8=int8, want_float=floats, want_mask=mask, keep=keep)
     kept = made.made.kept if isinstance(made.made.kept, tuple) else (made.made.kept,)
@@ -85,7 +84,7 @@ def test_x_is_kept_as_pack_norm_keeps_it(path):
     x, (gamma, beta, *_) = drawn((4, 16, 6, 6))
     x[:, 3] = 2.5  # a channel without any spread
     norm = BatchNorm(gamma, beta, None, 1e-5, None, 0.1)
-    with native.path(path):
+    with paths.path(path):
         made = normalize_batch(x, norm, None, "relu", want_int8=True, want_float=False, want_mask=True, keep="int8")
         _, _, low, high = ops.channel_stats(x)
         for one, other in zip(made.made.kept, ops.pack_norm(x, low, high, made.mean, "int8"), strict=True):
@@ -98,7 +97,7 @@ def test_x_is_kept_as_pack_norm_keeps_it(path):
 def test_forward_is_that_of_the_steps(path):
     x, (gamma, beta, bias, mean, var) = drawn((4, 16, 6, 6))
     residual = torch.randn_like(x)
-    with native.path(path):
+    with paths.path(path):
         norm = BatchNorm(gamma, beta, bias, 1e-3, (mean.clone(), var.clone()), 0.2)
         made = normalize_batch(x, norm, residual, "relu", want_int8=True, want_float=True, want_mask=True)
         a, b, *_ = ops.norm_coefficients(ops.channel_stats(x), 144, gamma, beta, bias, 1e-3, (mean, var), 0.2, "relu")
@@ -114,7 +113,7 @@ def test_forward_is_that_of_the_steps(path):
 def test_a_tensor_that_lies_otherwise_and_a_norm_without_parameters(path):
     x = torch.randn(2, 12, 5, 5)  # channels first
     bare = BatchNorm(None, None, None, 1e-5, None, 0.1)
-    with native.path(path):
+    with paths.path(path):
         results = [
             normalize_batch(t, bare, None, "relu6", want_int8=True, want_float=True, want_mask=True)
             for t in (x, channels_last(x))
@@ -130,9 +129,9 @@ def test_nan_and_inf_are_counted(path):
     x[0, 3, 1, 1], x[1, 5, 0, 0] = float("nan"), float("inf")
     bare = BatchNorm(None, None, None, 1e-5, None, 0.1)
     wants = dict(want_int8=True, want_float=True, want_mask=True)
-    with native.path(path):
+    with paths.path(path):
         made = normalize_batch(x, bare, None, "relu", **wants)
-    with native.path("reference"):
+    with paths.path("reference"):
         plain = normalize_batch(x, bare, None, "relu", **wants)
     equal(made.made.counts, plain.made.counts)
     equal(made.made.values, plain.made.values)
@@ -143,7 +142,7 @@ def backward(path, shape, activation, masked, keep):
     x, (a, b, _, _, _) = drawn(shape)
     g = channels_last(torch.randn(shape))
     mean, invstd = torch.randn(shape[1], dtype=torch.float64), torch.rand(shape[1], dtype=torch.float64) + 0.5
-    with native.path(path):
+    with paths.path(path):
         _, _, low, high = ops.channel_stats(x)
         kept = x if keep == "float32" else ops.pack_norm(x, low, high, x.mean([0, *range(2, x.dim())]), keep)
         return normalize_grad_batch(g, kept, a, b, None, activation, mean, invstd, 1e-5, want_masked=masked, want_sums=masked)
@@ -165,7 +164,7 @@ def test_backward_is_that_of_the_reference(path, shape, keep, activation):
 def test_backward_by_a_mask(path):
     x, (a, b, _, _, _) = drawn((2, 24, 5, 5))
     g, mean, invstd = torch.randn_like(x), torch.randn(24).double(), torch.rand(24).double() + 0.5
-    with native.path(path):
+    with paths.path(path):
         mask = ops.normalize(x, a, b, None, "relu", None, want_float=False, want_mask=True).mask
         by_mask = normalize_grad_batch(g, x, a, b, mask, "relu", mean, invstd, 1e-5, want_masked=True, want_sums=True)
         by_value = normalize_grad_batch(g, x, a, b, None, "relu", mean, invstd, 1e-5, want_masked=True, want_sums=True)
@@ -193,5 +192,5 @@ def test_vectors_of_another_length_are_refused(path, which):
     vectors = [torch.ones(8) for _ in range(4)]
     vectors[which] = torch.ones(3)
     norm = BatchNorm(vectors[0], vectors[1], None, 1e-3, (vectors[2], vectors[3]), 0.2)
-    with native.path(path), pytest.raises(ValueError, match=r"has shape \(3,\), but there are 8 channels"):
+    with paths.path(path), pytest.raises(ValueError, match=r"has shape \(3,\), but there are 8 channels"):
         normalize_batch(x, norm, None, "relu", want_int8=True, want_float=False, want_mask=False)

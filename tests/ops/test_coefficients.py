@@ -9,6 +9,7 @@ from torch import nn
 
 import byteback
 from byteback import ops
+from byteback.ops.backends import paths
 
 
 def made(path: str, x: torch.Tensor, norm: nn.BatchNorm2d, bias: torch.Tensor | None, activation: str) -> list[torch.Tensor]:
@@ -38,7 +39,7 @@ def test_native_equals_reference(affine: bool, activation: str, offset: float) -
     x = torch.randn(3, 11, 5, 7) * 4.0 + offset
     bias = torch.randn(11)
     expected = made("reference", x, norm, bias, activation)
-    for path in byteback.ops.native.available():
+    for path in paths.available():
         for a, b in zip(made(path, x, norm, bias, activation), expected, strict=True):
             assert torch.equal(a, b), path
 
@@ -84,7 +85,7 @@ def test_a_norm_with_given_statistics(affine: bool, with_bias: bool) -> None:
     var[3], others[0][4] = 0.0, float("nan")
     gamma, beta, bias = (v if wanted else None for v, wanted in zip(others, (affine, affine, with_bias), strict=True))
     results = {}
-    for path in byteback.ops.native.available():
+    for path in paths.available():
         with byteback.path(path):
             results[path] = ops.norm_folded(mean, var, gamma, beta, bias, 1e-5)
     for path, (a, b) in results.items():
@@ -100,5 +101,5 @@ def test_a_norm_with_given_statistics(affine: bool, with_bias: bool) -> None:
 def test_nan_reaches_the_peak() -> None:
     x = torch.randn(2, 3, 4, 4)
     x[1, 2, 0, 0] = float("nan")
-    for path in byteback.ops.native.available():
+    for path in paths.available():
         assert made(path, x, nn.BatchNorm2d(3), None, "relu")[4].isnan()

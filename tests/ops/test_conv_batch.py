@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops import eager, native
-from byteback.ops.batch import BatchNorm, conv_normalize_batch, normalize_batch
+from byteback.ops import BatchNorm, conv_normalize_batch, dispatch, normalize_batch
+from byteback.ops.backends import paths
 
-NATIVE = [path for path in native.available() if path != "reference"]
+NATIVE = [path for path in paths.available() if path != "reference"]
 LARGE = 8 << 20  # kCountedBytes of csrc/conv.cpp
 
 
@@ -103,7 +103,7 @@ def test_the_bits_are_those_of_both_steps(name: str, restore_threads: None) -> N
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             fresh = norm_of(case.w[0])
-            with native.path(path):
+            with paths.path(path):
                 y, made = conv_normalize_batch(*given, fresh, None, "relu6", **WANTS)
             check_equal(flat(y, made, fresh), expected)
 
@@ -133,7 +133,7 @@ def test_a_scale_that_is_nan_is_seen() -> None:
 def test_the_reference_and_an_empty_batch() -> None:
     given = arguments(PLAIN["small"], last=True)
     norm, fresh = norm_of(24), norm_of(24)
-    with native.path("reference"):
+    with paths.path("reference"):
         expected = flat(*both_steps(*given, norm, **WANTS), norm)
         check_equal(flat(*conv_normalize_batch(*given, fresh, None, "relu6", **WANTS), fresh), expected)
     empty = (given[0][:0], *given[1:])
@@ -143,7 +143,7 @@ def test_the_reference_and_an_empty_batch() -> None:
 
 def test_who_watches_operators_sees_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(eager, "is_plain", lambda arguments: seen.append(len(arguments)) or False)
+    monkeypatch.setattr(dispatch, "is_plain", lambda arguments: seen.append(len(arguments)) or False)
     given = arguments(PLAIN["small"], last=True)
     conv_normalize_batch(*given, norm_of(24), None, "relu6", **WANTS)
     assert seen == [4, 8]  # asked here, and again by conv_int8, which then goes through the dispatcher

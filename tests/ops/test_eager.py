@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from byteback import ops
-from byteback.ops import eager, native, schema, schema_products
+from byteback.ops import dispatch, products
+from byteback.ops.backends import paths
 
 Context = Callable[[], AbstractContextManager[Any]]
 ONE = torch.ones(1, 1, 1, 1)
@@ -52,9 +53,9 @@ def test_plain_tensors_take_the_short_way(
     make: Callable[[], Tensor], context: Callable[[], AbstractContextManager[Any]]
 ) -> None:
     x = make()
-    assert eager.is_plain((x, None, 1, [1, 2], (3,), x.shape))
+    assert dispatch.is_plain((x, None, 1, [1, 2], (3,), x.shape))
     with context():
-        assert eager.is_plain((x,)) and eager.is_plain((make(),))
+        assert dispatch.is_plain((x,)) and dispatch.is_plain((make(),))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_plain_tensors_take_the_short_way(
     ids=["meta", "subclass", "negative view", "zero tensor", "sparse", "numpy", "float"],
 )
 def test_everything_else_goes_through_the_dispatcher(x: Any) -> None:
-    assert not eager.is_plain((x,))
+    assert not dispatch.is_plain((x,))
 
 
 @pytest.mark.parametrize("spy", [FunctionSpy, DispatchSpy])
@@ -91,7 +92,7 @@ def test_transforms_and_tracers_keep_their_dispatcher() -> None:
     seen = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(eager.is_plain((x,)))
+        seen.append(dispatch.is_plain((x,)))
         return x
 
     torch.func.vmap(look)(torch.ones(2, 3))
@@ -105,11 +106,11 @@ def test_a_negative_view_is_quantized_as_it_reads() -> None:
     assert ops.quantize_max(x)[0].tolist() == [[-32, -64, -127]]
 
 
-@pytest.mark.parametrize("path", native.available())
+@pytest.mark.parametrize("path", paths.available())
 def test_nothing_that_requires_a_gradient_gets_one(path: str) -> None:
     x, clip = torch.randn(2, 3, 4, 4, requires_grad=True), torch.full((1, 1, 1, 1), 2.0, requires_grad=True)
     scale = torch.ones(1, 1, 1, 1, requires_grad=True)
-    with native.path(path):
+    with paths.path(path):
         q = ops.quantize(x, clip)
         results = [*q, *ops.quantize_max(x), ops.absmax(x), ops.absmax(x, 2), *ops.moments(x), ops.tail_count(x, clip)]
         results += [*ops.quantize(x, clip.expand(1, 1, 4, 1)), ops.dot_terms(x, q[0], scale)]
@@ -145,8 +146,8 @@ def test_a_remembered_plan_does_not_serve_other_arguments() -> None:
 
 
 def test_the_memory_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "_MOST_PLANS", 5)
+    monkeypatch.setattr(dispatch, "_MOST_PLANS", 5)
     w = torch.ones(1, 1, 1, 1, dtype=torch.int8)
     for size in range(1, 20):
         ops.conv_int8(torch.ones(1, 1, size, 1, dtype=torch.int8), ONE, w, ONE, [1, 1], [0, 0], [1, 1])
-    assert len(schema_products._plans) <= 5
+    assert len(products._calls) <= 5

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops import native
+from byteback.ops.backends import paths
 
-NATIVE = [path for path in native.available() if path != "reference"]
+NATIVE = [path for path in paths.available() if path != "reference"]
 
 
 class Case(NamedTuple):
@@ -77,7 +77,7 @@ def test_the_bits_are_those_of_both_steps(name: str) -> None:
         x, w = integers(case.x, seed, last, least), integers(case.w, seed + 10, last)
         x_scale = torch.rand(case.x[0], *ones[1:], generator=draw) * 1e-3 if per_sample else torch.full(ones, 3e-3)
         w_scale = torch.full(ones, 2e-3)
-        with native.path("reference"):
+        with paths.path("reference"):
             y = ops.conv_int8(x, x_scale, w, w_scale, *geometry)
         residual = torch.randn(y.shape, generator=draw)
         coarse = integers(tuple(y.shape), seed, True), torch.full(ones, 0.01)
@@ -85,15 +85,15 @@ def test_the_bits_are_those_of_both_steps(name: str) -> None:
         for (activation, added), clip, want_float in itertools.product(options, (torch.tensor(1.5), None), (True, False)):
             if clip is None and not want_float:
                 continue
-            with native.path("reference"):
+            with paths.path("reference"):
                 expected = ops.normalize(y, a, b, added, activation, clip, want_float=want_float, want_mask=False)
             for path, threads in itertools.product(("reference", *NATIVE), (1, 3)):
                 torch.set_num_threads(threads)
-                with native.path(path):
+                with paths.path(path):
                     made = ops.conv_normalize(
                         x, x_scale, w, w_scale, geometry, a, b, added, activation, clip, want_float=want_float
                     )
-                assert equal(made, expected), (path, threads, activation, native.last_kernel)
+                assert equal(made, expected), (path, threads, activation, paths.last_kernel())
 
 
 @pytest.mark.skipif(not NATIVE, reason="this build has no native library")
@@ -112,7 +112,7 @@ def test_it_writes_into_a_part_of_a_wider_tensor_and_counts_what_is_not_finite(n
         wide = (y.shape[0], *y.shape[2:], k + 7)
         values, output = torch.full(wide, 99, dtype=torch.int8).movedim(-1, 1), torch.full(wide, 99.0).movedim(-1, 1)
         into = ops.Into(values[:, 4 : 4 + k], output[:, 4 : 4 + k], k + 7)
-        with native.path(path):
+        with paths.path(path):
             made = ops.conv_normalize(
                 x, one, w, one, geometry, a, b, None, "relu", torch.tensor(0.5), want_float=True, into=into
             )

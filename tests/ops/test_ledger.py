@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from byteback.ops import ledger, native
+from byteback.ops import ledger
+from byteback.ops.backends.cpu import library as native_library
 
-pytestmark = pytest.mark.skipif(native.library is None, reason="this build has no native library")
+pytestmark = pytest.mark.skipif(native_library.native is None, reason="this build has no native library")
 SLOTS = 8
 
 

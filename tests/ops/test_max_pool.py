@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ops/max_pool.py against PyTorch's pool, bit for bit: values, which pixel was the largest, gradients."""
+"""ops/pooling.py against PyTorch's pool, bit for bit: values, which pixel was the largest, gradients."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from byteback.ops import native
-from byteback.ops.max_pool import Window, max_pool, max_pool_grad, serves
+from byteback.ops.backends import paths
+from byteback.ops.backends.cpu import library as native_library
+from byteback.ops.pooling import Window, has_max_pool, max_pool, max_pool_grad
 
-pytestmark = pytest.mark.skipif(native.library is None, reason="needs the native library")
+pytestmark = pytest.mark.skipif(native_library.native is None, reason="needs the native library")
 
-PATHS = [path for path in ("generic", "avx2") if not native.why_not(path)]
+PATHS = [path for path in ("generic", "avx2") if not paths.why_not(path)]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -68,10 +69,10 @@ def test_values_places_and_gradients_are_pytorchs(path: str, threads: int) -> No
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with native.path(path):
+        with paths.path(path):
             for seed in range(120):
                 x, window = drawn(seed)
-                assert serves(x, window)
+                assert has_max_pool(x, window)
                 check(x, window)
     finally:
         torch.set_num_threads(before)
@@ -87,16 +88,21 @@ def test_the_gradient_does_not_hang_on_the_path() -> None:
     y, taps = max_pool(x, window)
     g = torch.randn_like(y)
     expected = max_pool_grad(g, taps, x.shape, window)
-    with native.path("reference"):
-        assert not serves(x, window) and torch.equal(max_pool_grad(g, taps, x.shape, window), expected)
+    with paths.path("reference"):
+        assert not has_max_pool(x, window) and torch.equal(max_pool_grad(g, taps, x.shape, window), expected)
 
 
 def test_others_are_left_to_pytorch() -> None:
     x, window = torch.randn(2, 3, 8, 8), Window((2, 2), (2, 2), (0, 0), (1, 1))
-    assert serves(x, window) and not serves(x.double(), window) and not serves(x[0], window) and not serves(x[:0], window)
-    assert not serves(x, window._replace(kernel=(20, 20)))  # more taps than a byte can name
-    assert not serves(x, window._replace(padding=(2, 2))) and not serves(x, window._replace(stride=(0, 1)))
-    assert not serves(x, window._replace(kernel=(9, 9)))  # no window fits
+    assert (
+        has_max_pool(x, window)
+        and not has_max_pool(x.double(), window)
+        and not has_max_pool(x[0], window)
+        and not has_max_pool(x[:0], window)
+    )
+    assert not has_max_pool(x, window._replace(kernel=(20, 20)))  # more taps than a byte can name
+    assert not has_max_pool(x, window._replace(padding=(2, 2))) and not has_max_pool(x, window._replace(stride=(0, 1)))
+    assert not has_max_pool(x, window._replace(kernel=(9, 9)))  # no window fits
 
 
 def test_a_gradient_of_another_shape_is_refused() -> None:
@@ -113,7 +119,7 @@ def test_a_dilated_window_that_steps_over_a_narrow_image_says_tap_0(path: str, c
     """Its taps are at -1 and 1, the image is one pixel wide: the value is -inf, and no gradient goes anywhere."""
     window = Window((1, 2), (1, 1), (0, 1), (1, 2))
     x = torch.randn(2, channels, 3, 1)
-    with native.path(path):
+    with paths.path(path):
         y, taps = max_pool(x, window)
         dx = max_pool_grad(torch.ones_like(y), taps, x.shape, window)
     assert y.isneginf().all() and not taps.any() and not dx.any()

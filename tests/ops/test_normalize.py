@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from block_passes import NATIVE, agree, by_activation, by_shape, drawn, key_of, laid_out, same, vectors, with_native
 from byteback import ops
-from byteback.ops import native, normalize_reference
+from byteback.ops.backends import paths
+from byteback.ops.backends.reference import block_grad
+from byteback.ops.contract.exponential import exponential_float32
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +117,7 @@ def test_a_part_of_a_wider_tensor_has_the_same_bits_and_nothing_else_is_touched(
             output = torch.full(wide, 99.0).movedim(-1, 1)
             inner = slice(before, before + channels)
             into = ops.Into(values[:, inner], output[:, inner], width)
-            with native.path(path):
+            with paths.path(path):
                 made = ops.normalize(*args, want_float=True, want_mask=True, keep="bfloat16", into=into)
             assert same(made, expected)
             for tensor, own in ((values, expected.values), (output, expected.output)):
@@ -136,7 +138,7 @@ def test_int8_keeps_to_half_a_step_and_bfloat16_rounds_to_even() -> None:
     x = torch.randn(4, 9, 8, 8)
     low, high = x.amin([0, 2, 3]), x.amax([0, 2, 3])
     values, step, centre = ops.pack_norm(x, low, high, x.mean([0, 2, 3]), "int8")
-    back = normalize_reference.kept_value((values, step, centre))
+    back = block_grad.kept_value((values, step, centre))
     assert values.abs().max() == 127
     assert ((back - x).abs() <= 0.5001 * step.reshape(1, -1, 1, 1)).all()
     assert same(ops.pack_norm(x, None, None, None, "bfloat16"), x.to(torch.bfloat16))
@@ -146,7 +148,7 @@ def test_a_channel_of_one_value_is_kept_as_its_mean() -> None:
     x = torch.full((2, 1, 3, 3), 5.0)
     values, step, centre = ops.pack_norm(x, torch.tensor([5.0]), torch.tensor([5.0]), torch.tensor([5.0]), "int8")
     assert step.tolist() == [1.0] and not values.any()
-    assert same(normalize_reference.kept_value((values, step, centre)), x)
+    assert same(block_grad.kept_value((values, step, centre)), x)
 
 
 # ---- the reference is what it says -----------------------------------------------------------------------------------
@@ -155,9 +157,9 @@ def test_a_channel_of_one_value_is_kept_as_its_mean() -> None:
 def test_exponential_is_accurate_and_saturates() -> None:
     t = torch.cat([torch.linspace(-87, 88.37, 200_001), torch.linspace(-1e-3, 1e-3, 1001)])
     exact = t.double().exp()
-    assert ((normalize_reference.exponential(t).double() - exact).abs() / exact).max() < 2e-7
+    assert ((exponential_float32(t).double() - exact).abs() / exact).max() < 2e-7
     ends = torch.tensor([-1e30, -math.inf, 89.0, 1e30, math.inf, math.nan])
-    low, lower, *high, nan = normalize_reference.exponential(ends).tolist()
+    low, lower, *high, nan = exponential_float32(ends).tolist()
     assert 0 <= low == lower < 1e-37 and high == [math.inf] * 3 and math.isnan(nan)
 
 

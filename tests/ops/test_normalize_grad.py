@@ -11,7 +11,8 @@ import torch
 
 from block_passes import agree, by_activation, by_shape, column, drawn, key_of, same, vectors, with_native
 from byteback import ops
-from byteback.ops import native, normalize_reference
+from byteback.ops.backends import paths
+from byteback.ops.backends.reference import block, block_grad
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def test_backward_agrees(shape: tuple[int, ...], activation: str) -> None:
         g, x = drawn(shape, seed), drawn(shape, seed + 6, special=seed == 0)
         a, b, p, q, r = vectors(shape[1], 5, seed)
         pixels = g.numel() // shape[1]
-        mask = normalize_reference.pack_mask(drawn(shape, seed + 3) > 0) if with_mask else None
+        mask = block.pack_mask(drawn(shape, seed + 3) > 0) if with_mask else None
         assert mask is None or mask.shape == (pixels, -(-shape[1] // 8))
         gate = (g, x, a, b, mask, activation)
         agree(lambda gate=gate: ops.normalize_grad_sums(*gate, want_masked=False, want_squares=True))
@@ -36,7 +37,7 @@ def test_backward_agrees(shape: tuple[int, ...], activation: str) -> None:
         masked = sums.masked
         full = ops.GradientParts(*gate, p, q, r)
         dx = agree(lambda full=full: ops.normalize_grad(full))
-        with native.path("reference"):
+        with paths.path("reference"):
             assert same(dx, (column(p, x) * masked + column(q, x) * x) + column(r, x))
         for clip, key in ((torch.tensor(2.5), None), (torch.tensor([2.5]), key_of(7)), (torch.tensor(0.0), key_of(1))):
             result = agree(lambda full=full, c=clip, k=key: ops.normalize_grad_quantize(full, c, k))
@@ -69,7 +70,7 @@ def test_kept_inputs_agree(shape: tuple[int, ...], kind: str) -> None:
             )
         )
         assert same(result.kept, kept)
-        as_floats = normalize_reference.kept_value(kept)
+        as_floats = block_grad.kept_value(kept)
         for activation, mask in (("none", None), ("relu", result.mask), ("relu6", None), ("silu", None)):
             gate = (a, b, mask, activation)
             wants = {"want_masked": True, "want_squares": True}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ops/pixels.py against slices and against PyTorch's pool of single pixels."""
+"""ops/pooling.py against slices and against PyTorch's pool of single pixels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from byteback.ops import native
-from byteback.ops.pixels import spread_pixels, take_pixels
+from byteback.ops.backends import paths
+from byteback.ops.backends.cpu import library as native_library
+from byteback.ops.pooling import spread_pixels, take_pixels
 
-with_native = pytest.mark.skipif(native.library is None, reason="needs the native library")
+with_native = pytest.mark.skipif(native_library.native is None, reason="needs the native library")
 
 
 @with_native
@@ -34,5 +35,5 @@ def test_others_are_left_to_pytorch() -> None:
     last = first.contiguous(memory_format=torch.channels_last)
     assert take_pixels(last.double(), (2, 2)) is None and take_pixels(last[:0], (2, 2)) is None
     assert spread_pixels(last, (2, 3, 9, 9), (2, 2)) is None  # not the gradient of such an image
-    with native.path("reference"):
+    with paths.path("reference"):
         assert take_pixels(last, (2, 2)) is None

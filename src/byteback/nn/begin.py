@@ -21,7 +21,7 @@ from byteback.nn.block import Call, run_block
 from byteback.nn.pending import BlockPlan, Pending, Stages, modes
 from byteback.nn.products import ConvProducts
 from byteback.nn.transforms import in_forward_ad
-from byteback.ops import layout
+from byteback.ops.contract import layout
 
 _PLAIN = (Tensor, nn.Parameter, Activation, Poolable)
 

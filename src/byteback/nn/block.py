@@ -5,7 +5,7 @@
     backward   g ─ sums per channel ─► p, q, r ─► p·g' + q·y + r ─► int8                                    (two passes)
                then grad_input and grad_weight as in functional.py; g' is g through the activation's derivative
 
-ops/coefficients.py has the formulas. The float gradient of y is written out only where a clip rule has to look at it: a clip
+ops/norm.py has the formulas. The float gradient of y is written out only where a clip rule has to look at it: a clip
 that is held for a period needs no look, and magnitude-aware clips compute the gradient as they read (a third pass).
 """
 
@@ -21,13 +21,14 @@ from byteback import ops
 from byteback.nn.activation import SHARED_RULE, Activation, Joins, Poolable, Source, carry, numbers
 from byteback.nn.functional import Operands, backward_products, chooses_both, forward_operands, output_operands, refuse_second
 from byteback.nn.inference import Deferred, Shown, can_defer
-from byteback.nn.normalization import MONOTONE, InputGradient, Normalized, folded, input_gradient, of_batch
+from byteback.nn.normalization import InputGradient, Normalized, folded, input_gradient, of_batch
 from byteback.nn.pending import BlockPlan, Stages
 from byteback.nn.products import ConvProducts
 from byteback.nn.residual import channels_last, residual_of
 from byteback.nn.undo import current_step
 from byteback.nn.weights import norm_as_given
 from byteback.ops import magnitude
+from byteback.ops.activations import MONOTONE
 from byteback.quantize import QTensor
 
 if TYPE_CHECKING:

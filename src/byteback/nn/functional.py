@@ -25,7 +25,8 @@ from byteback.nn.joined import shared_floats
 from byteback.nn.products import Products
 from byteback.nn.undo import current_step, undo_step
 from byteback.nn.weights import refuse_training, weight_as_int8
-from byteback.ops import layout, magnitude
+from byteback.ops import magnitude
+from byteback.ops.contract import layout
 from byteback.quantize import (
     Adopted,
     LazyGradient,

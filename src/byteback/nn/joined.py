@@ -18,8 +18,9 @@ from torch import Tensor
 
 from byteback import ops
 from byteback.nn.activation import HANDLERS, SHARED_RULE, Activation, Joins, Poolable, Source, carry, source_of
-from byteback.ops import layout, pool
-from byteback.ops.pixels import spread_pixels, take_pixels
+from byteback.ops.backends.cpu import allocator
+from byteback.ops.contract import layout
+from byteback.ops.pooling import spread_pixels, take_pixels
 from byteback.quantize import QTensor, TensorRule
 
 
@@ -107,8 +108,8 @@ class Joined(Source):
         last = self.shape[0], *self.shape[2:], width  # every rank has channels last, PyTorch's name for it or not
         order = layout.dense_strides(list(last), False)
         strides = order[0], order[-1], *order[1:-1]
-        values = None if clip is None else pool.empty(self.shape, strides, torch.int8, self.device)
-        output = pool.empty(self.shape, strides, torch.float32, self.device) if want_float else None
+        values = None if clip is None else allocator.empty(self.shape, strides, torch.int8, self.device)
+        output = allocator.empty(self.shape, strides, torch.float32, self.device) if want_float else None
         made, start = [], 0
         for part in self.parts:
             end = start + part.shape[1]

@@ -3,7 +3,7 @@
 
 A max-pool commutes with rounding. Where the activation is never negative and every pixel lies in a window, its maximum is also
 that of the pooled tensor: one reading less. And where the plan saw the pool coming (`Poolable`), it runs as a function of its
-own, which keeps one byte for each output instead of the activation (ops/max_pool.py).
+own, which keeps one byte for each output instead of the activation (ops/pooling.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from byteback.nn.activation import FUNCTIONS, HANDLERS, Activation, Poolable, Source, source_of
 from byteback.nn.functional import refuse_second
 from byteback.nn.joined import Floats
-from byteback.ops import layout
-from byteback.ops.max_pool import Window, max_pool, max_pool_grad, serves
+from byteback.ops.contract import layout
+from byteback.ops.pooling import Window, has_max_pool, max_pool, max_pool_grad
 
 Size = int | Sequence[int]
 
@@ -90,7 +90,7 @@ def _function(
     if return_indices or not isinstance(input, Poolable) or input.source is None:
         return NotImplemented
     window = _window(kernel_size, stride, padding, dilation, ceil_mode)
-    if window is None or not serves(input, window):
+    if window is None or not has_max_pool(input, window):
         return NotImplemented
     return MaxPool.apply(input, window)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from byteback.nn.calls import SHARED, Calls, Shared, recomputing
 from byteback.nn.layer import Int8Layer
-from byteback.ops import pool
+from byteback.ops.backends.cpu import allocator
 
 
 def begin_forward(model: nn.Module, _: Any) -> None:
@@ -25,7 +25,7 @@ def end_forward(model: nn.Module, _: Any, output: Any) -> None:
     """
     _set_counting(model, False)
     if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not recomputing():
-        pool.offer()
+        allocator.offer()
 
 
 def _set_counting(model: nn.Module, counting: bool) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm of a fused block: which statistics it uses, and what follows for the passes around it (ops/coefficients.py).
+"""The norm of a fused block: which statistics it uses, and what follows for the passes around it (ops/norm.py).
 
 A norm that does not use the batch's statistics (eval, frozen) has q = r = 0; without a norm a = 1 and b is the convolution's
 bias. y is the product without that bias: a batch norm subtracts it again, so it only shifts the running mean.
@@ -14,10 +14,6 @@ from torch import Tensor
 
 from byteback import ops
 from byteback.nn.pending import Norm
-from byteback.ops.coefficients import CEILINGS
-
-MONOTONE = tuple(CEILINGS)
-"""Activations that never decrease: the extremes of a channel stay its extremes."""
 
 
 class Normalized(NamedTuple):

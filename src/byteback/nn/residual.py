@@ -9,7 +9,7 @@ from torch import Tensor
 
 from byteback import ops
 from byteback.nn.activation import SHARED_RULE, numbers, source_of
-from byteback.ops import layout
+from byteback.ops.contract import layout
 
 
 def residual_of(residual: Tensor | None, layer: Any) -> ops.Residual:

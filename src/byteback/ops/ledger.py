@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.addresses import flat, is_flat, known
-from byteback.ops import eager, native
+from byteback.ops.backends import paths
+from byteback.ops.backends.cpu import library
+from byteback.ops.backends.cpu.addresses import flat, is_flat, known
+from byteback.ops.dispatch import is_plain
 
 SATURATED, DEVIATION, GAUSSIAN, CLIP, WORST_CHANNEL = range(5)  # columns of `observed`
 XQ, QQ, XX, MEASURED, NONFINITE = range(5)  # columns of `unshared`
 
 _COLUMNS = 5
 
-_library: Any = native.library
+_library: Any = library.native
 _float32, _int64 = torch.float32, torch.int64
 
 
@@ -55,8 +57,8 @@ def write(buffers: Buffers, slot: int, entry: Entry) -> None:
     """Writes one entry into row `slot`."""
     clip, remember, searched, iteration, *columns, momentum = entry
     kept = clip if remember is None else remember
-    plain = eager.is_plain((clip,) if kept is clip else (clip, kept)) and clip.dtype is _float32 and kept.dtype is _float32
-    if native.number() is None or not plain or not _is_ready(buffers, slot):
+    plain = is_plain((clip,) if kept is clip else (clip, kept)) and clip.dtype is _float32 and kept.dtype is _float32
+    if paths.number() is None or not plain or not _is_ready(buffers, slot):
         _write(buffers, slot, entry)
         return
     clip = clip.contiguous()

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from byteback import ops
 from byteback.ops import ledger
+from byteback.ops.contract.scale_rule import AXES
+from byteback.ops.dispatch import define
 from byteback.ops.ledger import WORST_CHANNEL, Buffers
-from byteback.ops.scale_rule import AXES
-from byteback.ops.schema import define
 from byteback.quantize.clipping import Choice, MaxAbs, Memory
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.rule import TensorRule

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops.limits import QMAX
+from byteback.ops.contract.limits import QMAX
 from byteback.quantize import deviation_of
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops.exponential import exponential
-from byteback.ops.limits import TINY_CLIP
+from byteback.ops.contract.exponential import exponential
+from byteback.ops.contract.limits import TINY_CLIP
 from byteback.quantize import Choice, ClipRule, Memory, TensorRule
 from byteback.recipes.direction_search import Curve, descend, golden, grid
 from byteback.recipes.recipe import LearningRateRule, Recipe
