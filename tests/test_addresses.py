@@ -24,8 +24,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # For these an address is a name: whether two tensors share their memory, or somebody else asks for it.
 IDENTITY = {"memory.py", "nn/weights.py", "nn/activation.py"}
 ADDRESSES = {"flat", "last", "dense", "part", "known"}
-MANY = {"residual_numbers", "kept_numbers", "backward_numbers", "place"}  # in ops/backends/cpu, of several tensors
-CPU = "byteback.ops.backends.cpu"
+MANY = {"residual_numbers", "kept_numbers", "backward_of", "quantized_to", "place"}  # in ops/backends/cpu, of several tensors
+TAKERS = {f"byteback.ops.backends.cpu.{name}" for name in ("addresses", "block", "block_grad", "quantize")}
 FACTORIES = {
     *("empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "scalar_tensor", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "randperm", "logspace", "range", "from_numpy", "frombuffer"),
@@ -63,7 +63,8 @@ def taken(tree: ast.AST) -> Iterator[tuple[ast.Call, list[ast.expr]]]:
     imported = {
         alias.asname or alias.name: alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in (f"{CPU}.addresses", f"{CPU}.block", f"{CPU}.block_grad")
+        if isinstance(node, ast.ImportFrom)
+        and node.module in TAKERS
         for alias in node.names
     }
     if imported:  # the files of ops/backends/cpu themselves
@@ -159,7 +160,7 @@ def test_every_new_tensor_names_its_device() -> None:
 IMPORTS = """
 from byteback.ops.backends.cpu.addresses import flat, known as at
 from byteback.ops.backends.cpu import addresses
-from byteback.ops.backends.cpu.block_grad import backward_numbers
+from byteback.ops.backends.cpu.block_grad import backward_of
 """
 
 
@@ -173,9 +174,9 @@ from byteback.ops.backends.cpu.block_grad import backward_numbers
         ("[flat(t, d, 2) for t in (a, b, *(rest or (None, None)))]", True),
         ("[flat(t, d, n) for t, n in zip(tensors, (1, 2))]", True),
         ("key.data_ptr()", True),
-        ("backward_numbers(*parts, *gate, activation)", True),
+        ("backward_of(*parts, *gate, activation)", True),
         ("key.contiguous().data_ptr()", False),
-        ("kernels.backward_numbers(g.contiguous(), x)", False),
+        ("kernels.backward_of(g.contiguous(), x)", False),
         ("flat(key.contiguous(), d, 2)", False),
         ("at(key.t())", False),
         ("addresses.last(key + 1, d, 2)", False),

@@ -59,7 +59,7 @@ class Import(NamedTuple):
 
 
 def room(file: Path) -> str:
-    """The first part of a file's name inside the package: 'ops' for ops/reference.py, 'convert' for convert.py."""
+    """The first part of a file's name inside the package: 'ops' for ops/block.py, 'convert' for convert.py."""
     return file.relative_to(PACKAGE).with_suffix("").parts[0]
 
 

@@ -64,7 +64,7 @@ class _RoiAlign(torch.autograd.Function):
         rois = rois.contiguous()
         N, C, H, W = input.shape
         ctx.save_for_backward(rois)
-        ctx.call = ((N, H, W, C, len(rois), *bins, samples), scale, aligned)
+        ctx.call = detect.RoiCall(N, C, (H, W), len(rois), bins, scale, samples, aligned)
         return detect.roi_align(ctx.call, input, rois)
 
     @staticmethod

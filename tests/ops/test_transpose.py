@@ -18,8 +18,9 @@ def transposed(path: str, x: torch.Tensor, threads: int) -> torch.Tensor:
     assert library.native is not None
     room = torch.full((x.numel() + 64,), 77, dtype=x.dtype)
     result = room[32:-32]
-    arguments = (*x.shape, x.element_size(), x.data_ptr(), result.data_ptr(), threads)
-    library.native.transpose(library.NUMBERS[path], *arguments)
+    sizes = dict(zip(("batch", "rows", "columns"), x.shape, strict=True))
+    memory = {"bytes": x.element_size(), "source": x.data_ptr(), "result": result.data_ptr()}
+    library.native.transpose(library.NUMBERS[path], **sizes, **memory, threads=threads)
     assert (room[:32] == 77).all() and (room[-32:] == 77).all(), "written outside of the result"
     return result.reshape(x.shape[0], x.shape[2], x.shape[1])
 

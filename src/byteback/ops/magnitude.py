@@ -20,7 +20,7 @@ from torch import Tensor
 
 from byteback.ops.backends.cpu import allocator, library
 from byteback.ops.backends.cpu.addresses import flat, known, last, new
-from byteback.ops.backends.cpu.block_grad import backward_numbers
+from byteback.ops.backends.cpu.block_grad import backward_of
 from byteback.ops.backends.reference import statistics
 from byteback.ops.backends.registry import backend_for
 from byteback.ops.block_grad import normalize_grad_quantize_pair, normalize_grad_tails
@@ -105,16 +105,25 @@ def magnitude_clips(
     one, each = new((1,) * x.dim(), _float32), new(shape, _float32)
     shares = _library.magnitude_clips(
         path,
-        x.numel() // channels,
-        channels,
-        last(x, _float32, x.numel()),
-        (flat(peak, _float32, channels), flat(total, _float64, channels), flat(squares, _float64, channels)),
-        (flat(before_one, _float32, 1), flat(before_each, _float32, channels)),
-        rule,
-        (known(one), known(each)),
-        torch.get_num_threads(),
+        _rule(rule, before_one, before_each, channels),
+        rows=x.numel() // channels,
+        channels=channels,
+        x=last(x, _float32, x.numel()),
+        peak=flat(peak, _float32, channels),
+        total=flat(total, _float64, channels),
+        squares=flat(squares, _float64, channels),
+        clip=known(one),
+        clips=known(each),
+        threads=torch.get_num_threads(),
     )
     return Clips(one, each, *shares)
+
+
+def _rule(rule: Average, before_one: Before, before_each: Before, channels: int) -> Any:
+    """csrc/bindings/bindings_pairs.cpp's MagnitudeClips."""
+    threshold, keep, add = rule
+    last_one, last_each = flat(before_one, _float32, 1), flat(before_each, _float32, channels)
+    return _library.MagnitudeClips(threshold=threshold, keep=keep, add=add, before_one=last_one, before_each=last_each)
 
 
 def _check_before(op: str, one: Before, each: Before, channels: int) -> tuple[Before, Before]:
@@ -171,15 +180,18 @@ def gradient_pair(
     values, scale = (allocator.empty_like(g, _int8), new(single, _float32)) if want_one else (None, None)
     gaussian, gaussian_each, saturated, saturated_each, nonfinite = _library.gradient_pair(
         path,
-        backward_numbers(*parts),
-        (flat(total, _float64, channels), flat(squares, _float64, channels)),
-        (flat(before_one, _float32, 1), flat(before_each, _float32, channels)),
-        rule,
-        flat(key, _int64, 2),
-        (known(clip), known(clip_each)),
-        (known(values), known(values_each)),
-        (known(scale), known(scale_each)),
-        torch.get_num_threads(),
+        backward_of(*parts),
+        _rule(rule, before_one, before_each, channels),
+        total=flat(total, _float64, channels),
+        squares=flat(squares, _float64, channels),
+        key=flat(key, _int64, 2),
+        clip=known(clip),
+        clips=known(clip_each),
+        values=known(values),
+        scale=known(scale),
+        values_each=known(values_each),
+        scale_each=known(scale_each),
+        threads=torch.get_num_threads(),
     )
     clips = Clips(clip, clip_each, gaussian, gaussian_each)
     one = None if values is None or scale is None else (values, scale)

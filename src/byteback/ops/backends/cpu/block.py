@@ -8,6 +8,7 @@ step, so they call little but torch.empty and the last checks on the way to the 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from byteback.ops.activations import TABLE
 from byteback.ops.backends import reference
 from byteback.ops.backends.cpu import allocator, library
 from byteback.ops.backends.cpu.addresses import CPU, flat, known, last, new, part
-from byteback.ops.backends.cpu.norm import is_writable, vectors_of
+from byteback.ops.backends.cpu.norm import is_writable
 from byteback.ops.backends.cpu.products import laid_out
 from byteback.ops.backends.cpu.products import product as run_product
 from byteback.ops.backends.reference.block import norm_step
@@ -30,6 +31,24 @@ _threads = torch.get_num_threads
 _FLOAT32, _FLOAT64, _INT64, _INT8, _UINT8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}  # enum class Stored in csrc/block/norm.h
 _INT8_KIND = 2
+
+
+@lru_cache(maxsize=4096)
+def _pass(
+    rows: int, channels: int, activation: str, kept: int = 0, pitch: int | None = None, has_residual: bool = False
+) -> Any:
+    """csrc/bindings/structs.h's ForwardPass."""
+    row = TABLE[activation]
+    return _native.ForwardPass(
+        rows=rows,
+        channels=channels,
+        activation=row.number,
+        floor=row.floor,
+        ceiling=row.ceiling,
+        peak_is_known=row.is_monotone and not has_residual,
+        kept=kept,
+        pitch=channels if pitch is None else pitch,
+    )
 
 
 def residual_numbers(residual: Residual, count: int) -> tuple[int, int]:
@@ -68,18 +87,17 @@ def _room(x: Tensor, keep: str | None, extremes: Extremes | None) -> Kept | None
 
 def normalize_peak(path: int, x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
     count, channels = x.numel(), x.shape[1]
-    peak = new((), _FLOAT32)
+    peak, (added, added_scale) = new((), _FLOAT32), residual_numbers(residual, count)
     _native.normalize_peak(
         path,
-        count // channels,
-        channels,
-        last(x, _FLOAT32, count),
-        flat(a, _FLOAT32, channels),
-        flat(b, _FLOAT32, channels),
-        *residual_numbers(residual, count),
-        TABLE[activation].number,
-        known(peak),
-        _threads(),
+        _pass(count // channels, channels, activation),
+        x=last(x, _FLOAT32, count),
+        a=flat(a, _FLOAT32, channels),
+        b=flat(b, _FLOAT32, channels),
+        residual=added,
+        residual_scale=added_scale,
+        peak=known(peak),
+        threads=_threads(),
     )
     return peak
 
@@ -108,24 +126,25 @@ def normalize(
         output = allocator.empty_like(x) if into is None else into.output
     if want_mask and not row.is_smooth:
         mask = new((rows, (channels + 7) // 8), _UINT8)
+    (added, added_scale), (there, kind, step, centre) = residual_numbers(residual, count), kept_numbers(kept, count, channels)
     _native.normalize(
         path,
-        rows,
-        channels,
-        last(x, _FLOAT32, count),
-        flat(a, _FLOAT32, channels),
-        flat(b, _FLOAT32, channels),
-        *residual_numbers(residual, count),
-        row.number,
-        flat(clip, _FLOAT32, 1),
-        place(values, _INT8, count, into),
-        known(scale),
-        known(counts),
-        place(output, _FLOAT32, count, into),
-        known(mask),
-        *kept_numbers(kept, count, channels),
-        channels if into is None else into.pitch,
-        _threads(),
+        _pass(rows, channels, activation, kind, None if into is None else into.pitch),
+        x=last(x, _FLOAT32, count),
+        a=flat(a, _FLOAT32, channels),
+        b=flat(b, _FLOAT32, channels),
+        residual=added,
+        residual_scale=added_scale,
+        clip=flat(clip, _FLOAT32, 1),
+        values=place(values, _INT8, count, into),
+        scale=known(scale),
+        counts=known(counts),
+        output=place(output, _FLOAT32, count, into),
+        mask=known(mask),
+        kept=there,
+        step=step,
+        centre=centre,
+        threads=_threads(),
     )
     return Normalized(values, scale, output, mask, counts, kept)
 
@@ -134,8 +153,16 @@ def pack_norm(path: int, x: Tensor, keep: str, extremes: Extremes | None) -> Kep
     count, channels = x.numel(), x.shape[1]
     kept = _room(x, keep, extremes)
     assert kept is not None
-    numbers = kept_numbers(kept, count, channels)
-    _native.pack_norm(path, count // channels, channels, last(x, _FLOAT32, count), *numbers, _threads())
+    there, kind, step, centre = kept_numbers(kept, count, channels)
+    _native.pack_norm(
+        path,
+        _pass(count // channels, channels, "none", kind),
+        x=last(x, _FLOAT32, count),
+        kept=there,
+        step=step,
+        centre=centre,
+        threads=_threads(),
+    )
     return kept
 
 
@@ -154,7 +181,7 @@ def conv_normalize(
     """Pieces of the product go through an epilogue (csrc/block/epilogue.h) while they are in the cache, if a kernel can."""
     if call.plan is None:
         return reference.conv_normalize(call, operands, a, b, residual, activation, clip, want_float, into)
-    x, w, scales, scale_strides, alive = laid_out(path, call, *operands)
+    x, w, scales, alive = laid_out(path, call, *operands)
     size, strides = call.size, last_strides(call.size)
     values = scale = output = counts = None
     if clip is not None:
@@ -163,23 +190,22 @@ def conv_normalize(
     if want_float:
         output = allocator.empty(size, strides, _FLOAT32, CPU) if into is None else into.output
     channels, count = call.channels, math.prod(size)
-    follows = flat(a, _FLOAT32, channels), flat(b, _FLOAT32, channels), *residual_numbers(residual, count)
+    added, added_scale = residual_numbers(residual, count)
     kernel = _native.conv_normalize(
         path,
         call.plan.shape,
-        known(x),
-        known(w),
-        scales,
-        scale_strides,
-        follows,
-        TABLE[activation].number,
-        flat(clip, _FLOAT32, 1),
-        place(values, _INT8, count, into),
-        known(scale),
-        known(counts),
-        place(output, _FLOAT32, count, into),
-        channels if into is None else into.pitch,
-        _threads(),
+        _pass(count // channels, channels, activation, 0, None if into is None else into.pitch),
+        _native.Operands(a=known(x), b=known(w), **scales),
+        a=flat(a, _FLOAT32, channels),
+        b=flat(b, _FLOAT32, channels),
+        residual=added,
+        residual_scale=added_scale,
+        clip=flat(clip, _FLOAT32, 1),
+        values=place(values, _INT8, count, into),
+        scale=known(scale),
+        counts=known(counts),
+        output=place(output, _FLOAT32, count, into),
+        threads=_threads(),
     )
     del alive  # the scales, until here
     if kernel:
@@ -197,8 +223,8 @@ def normalize_batch(
 ) -> NormalizedBatch:
     if not is_writable(norm.running):
         return reference.normalize_batch(x, norm, residual, activation, wants)
-    request, made, alive = _request(x, norm, residual, activation, wants)
-    _native.normalize_batch(path, *request)
+    forward, given, to, made, alive = _request(x, norm, residual, activation, wants)
+    _native.normalize_batch(path, forward, given, to, _threads())
     del alive
     return made
 
@@ -212,24 +238,25 @@ def conv_normalize_batch(
     activation: str,
     wants: Wants,
 ) -> tuple[Tensor, NormalizedBatch]:
-    """A large output is counted while it is written (csrc/block/x86/statistics_epilogue_avx2.cpp) and not read for it."""
+    """A large output is counted while it is written (csrc/block/epilogue.h) and not read for it."""
     if call.plan is None or not is_writable(norm.running):
         return reference.conv_normalize_batch(call, operands, norm, residual, activation, wants)
     y = allocator.empty(call.size, last_strides(call.size), _FLOAT32, CPU)
-    x, w, scales, strides, factors = laid_out(path, call, *operands)
-    request, made, alive = _request(y, norm, residual, activation, wants)
-    library.last_kernel = _native.conv_normalize_batch(path, call.plan.shape, known(x), known(w), scales, strides, *request)
+    x, w, scales, factors = laid_out(path, call, *operands)
+    forward, given, to, made, alive = _request(y, norm, residual, activation, wants)
+    product = _native.Operands(a=known(x), b=known(w), **scales)
+    library.last_kernel = _native.conv_normalize_batch(path, call.plan.shape, forward, product, given, to, _threads())
     del factors, alive
     return y, made
 
 
 def _request(
     x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants
-) -> tuple[tuple[Any, ...], NormalizedBatch, Tensor]:
-    """What the native library is told, the result that it will fill, and what else must live until it has."""
+) -> tuple[Any, Any, Any, NormalizedBatch, Tensor]:
+    """The pass, what it reads and what it writes for the library; the result, and what else must live until it is filled."""
     row, count, channels = TABLE[activation], x.numel(), x.shape[1]
     is_known = residual is None and row.is_monotone
-    rows, width, vectors = count // channels, (channels + 7) // 8, vectors_of(norm)
+    rows, width = count // channels, (channels + 7) // 8
     a, b, peak = new(channels, _FLOAT32), new(channels, _FLOAT32), new((), _FLOAT32)
     mean, invstd = new(channels, _FLOAT64), new(channels, _FLOAT64)
     values = scale = counts = output = mask = None
@@ -241,22 +268,44 @@ def _request(
         mask = allocator.empty((rows, width), (width, 1), _UINT8, CPU)
     kept = _batch_room(x, wants.keep)
     there, kind, step, centre = kept_numbers(kept, count, channels)
-    results = (a, b, mean, invstd, peak, values, scale, counts, output, mask)
-    given = [flat(vector, _FLOAT32, channels) for vector in vectors]
-    request = (
-        (rows, channels, last(x, _FLOAT32, count), *given, *residual_numbers(residual, count)),
-        norm.eps,
-        norm.momentum,
-        row.number,
-        row.floor,
-        row.ceiling,
-        is_known,
-        kind,
-        [*[known(result) for result in results], there, step, centre],
-        _threads(),
+    to = _native.BatchMade(
+        a=known(a),
+        b=known(b),
+        mean=known(mean),
+        invstd=known(invstd),
+        peak=known(peak),
+        values=known(values),
+        scale=known(scale),
+        counts=known(counts),
+        output=known(output),
+        mask=known(mask),
+        kept=there,
+        step=step,
+        centre=centre,
     )
+    forward = _pass(rows, channels, activation, kind, None, residual is not None)
     made = Normalized(values, scale, output, mask, counts, kept)
-    return request, NormalizedBatch(a, b, mean, invstd, peak if is_known or wants.int8 else None, made), peak
+    result = NormalizedBatch(a, b, mean, invstd, peak if is_known or wants.int8 else None, made)
+    return forward, _given(x, norm, residual, count, channels), to, result, peak
+
+
+def _given(x: Tensor, norm: BatchNorm, residual: Residual, count: int, channels: int) -> Any:
+    """csrc/bindings/structs.h's BatchGiven."""
+    gamma, beta, bias, eps, running, momentum = norm
+    mean, var = running or (None, None)
+    added, added_scale = residual_numbers(residual, count)
+    return _native.BatchGiven(
+        x=last(x, _FLOAT32, count),
+        gamma=flat(gamma, _FLOAT32, channels),
+        beta=flat(beta, _FLOAT32, channels),
+        bias=flat(bias, _FLOAT32, channels),
+        running_mean=flat(mean, _FLOAT32, channels),
+        running_var=flat(var, _FLOAT32, channels),
+        residual=added,
+        residual_scale=added_scale,
+        eps=eps,
+        momentum=momentum,
+    )
 
 
 def _batch_room(x: Tensor, keep: str | None) -> Kept | None:

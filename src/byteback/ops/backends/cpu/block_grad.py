@@ -15,7 +15,7 @@ from byteback.ops.activations import MASK_GATE, TABLE
 from byteback.ops.backends.cpu import allocator, library
 from byteback.ops.backends.cpu.addresses import flat, known, last, new
 from byteback.ops.backends.cpu.block import kept_numbers
-from byteback.ops.backends.cpu.quantize import pair_room
+from byteback.ops.backends.cpu.quantize import pair_room, quantized_to
 from byteback.ops.types import BatchGradient, GradientParts, GradSums, Kept, Quantized
 
 _native: Any = library.native
@@ -24,7 +24,7 @@ _threads = torch.get_num_threads
 _FLOAT32, _FLOAT64, _INT64, _INT8, _UINT8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
 
 
-def backward_numbers(
+def backward_of(
     g: Tensor,
     x: Kept,
     a: Tensor | None,
@@ -34,23 +34,26 @@ def backward_numbers(
     p: Tensor | None = None,
     q: Tensor | None = None,
     r: Tensor | None = None,
-) -> list[int]:
-    """BackwardNumbers of csrc/bindings/norm_numbers.h. The caller keeps the tensors alive."""
+) -> Any:
+    """csrc/block/norm.h's Backward. The caller keeps the tensors alive."""
     row, count, channels = TABLE[activation], g.numel(), g.shape[1]
-    rows = count // channels
-    return [
-        rows,
-        channels,
-        last(g, _FLOAT32, count),
-        *kept_numbers(x, count, channels),
-        flat(a, _FLOAT32, channels),
-        flat(b, _FLOAT32, channels),
-        flat(mask, _UINT8, rows * ((channels + 7) // 8)),
-        row.gate if mask is None or row.is_smooth else MASK_GATE,
-        flat(p, _FLOAT32, channels),
-        flat(q, _FLOAT32, channels),
-        flat(r, _FLOAT32, channels),
-    ]
+    rows, (there, kind, step, centre) = count // channels, kept_numbers(x, count, channels)
+    return _native.Backward(
+        rows=rows,
+        channels=channels,
+        gate=row.gate if mask is None or row.is_smooth else MASK_GATE,
+        kept=kind,
+        g=last(g, _FLOAT32, count),
+        x=there,
+        step=step,
+        centre=centre,
+        a=flat(a, _FLOAT32, channels),
+        b=flat(b, _FLOAT32, channels),
+        mask=flat(mask, _UINT8, rows * ((channels + 7) // 8)),
+        p=flat(p, _FLOAT32, channels),
+        q=flat(q, _FLOAT32, channels),
+        r=flat(r, _FLOAT32, channels),
+    )
 
 
 def normalize_grad_sums(
@@ -68,14 +71,21 @@ def normalize_grad_sums(
     total, dot = new(channels, _FLOAT64), new(channels, _FLOAT64)
     squares = new(channels, _FLOAT64) if want_squares else None
     masked = allocator.empty_like(g) if want_masked else None
-    numbers = backward_numbers(g, x, a, b, mask, activation)
-    _native.normalize_grad_sums(path, numbers, known(total), known(dot), known(squares), known(masked), _threads())
+    _native.normalize_grad_sums(
+        path,
+        backward_of(g, x, a, b, mask, activation),
+        total=known(total),
+        dot=known(dot),
+        squares=known(squares),
+        masked=known(masked),
+        threads=_threads(),
+    )
     return GradSums(total, dot, squares, masked)
 
 
 def normalize_grad(path: int, parts: GradientParts) -> Tensor:
     dx = allocator.empty_like(parts.g)
-    _native.normalize_grad(path, backward_numbers(*parts), known(dx), _threads())
+    _native.normalize_grad(path, backward_of(*parts), dx=known(dx), threads=_threads())
     return dx
 
 
@@ -85,14 +95,14 @@ def normalize_grad_quantize(path: int, parts: GradientParts, clip: Tensor, key: 
     counts, peak = new(2, _INT64), new((), _FLOAT32)
     _native.normalize_grad_quantize(
         path,
-        backward_numbers(*parts),
-        flat(clip, _FLOAT32, 1),
-        flat(key, _INT64, 2),
-        known(values),
-        known(scale),
-        known(counts),
-        known(peak),
-        _threads(),
+        backward_of(*parts),
+        clip=flat(clip, _FLOAT32, 1),
+        key=flat(key, _INT64, 2),
+        values=known(values),
+        scale=known(scale),
+        counts=known(counts),
+        peak=known(peak),
+        threads=_threads(),
     )
     return values, scale, counts, peak
 
@@ -115,13 +125,22 @@ def normalize_grad_batch(
     masked = allocator.empty_like(g) if want_masked else None
     q, r, gamma, beta = (new(channels, _FLOAT32) for _ in range(4))
     sums = (new(channels, _FLOAT64), new(channels, _FLOAT64)) if want_sums else None
+    dx_total, dx_squares = sums or (None, None)
     _native.normalize_grad_batch(
         path,
-        backward_numbers(g, x, gate_a, b, mask, activation),
-        (flat(a, _FLOAT32, channels), flat(mean, _FLOAT64, channels), flat(invstd, _FLOAT64, channels)),
-        eps,
-        [known(to) for to in (q, r, gamma, beta, masked, *(sums or (None, None)))],
-        _threads(),
+        backward_of(g, x, gate_a, b, mask, activation),
+        eps=eps,
+        a=flat(a, _FLOAT32, channels),
+        mean=flat(mean, _FLOAT64, channels),
+        invstd=flat(invstd, _FLOAT64, channels),
+        q=known(q),
+        r=known(r),
+        grad_gamma=known(gamma),
+        grad_beta=known(beta),
+        masked=known(masked),
+        dx_total=known(dx_total),
+        dx_squares=known(dx_squares),
+        threads=_threads(),
     )
     return BatchGradient(q, r, gamma, beta, masked, sums)
 
@@ -138,13 +157,13 @@ def normalize_grad_tails(
     peak, over_each, over_all = _column(g, _FLOAT32), _column(g, _INT64), _column(g, _INT64)
     _native.normalize_grad_tails(
         path,
-        backward_numbers(*parts),
-        flat(per_channel, _FLOAT32, g.shape[1]),
-        flat(threshold, _FLOAT32, 1),
-        known(peak),
-        known(over_each),
-        known(over_all),
-        _threads(),
+        backward_of(*parts),
+        each=flat(per_channel, _FLOAT32, g.shape[1]),
+        all=flat(threshold, _FLOAT32, 1),
+        peak=known(peak),
+        over_each=known(over_each),
+        over_all=known(over_all),
+        threads=_threads(),
     )
     return peak, over_each, over_all
 
@@ -152,31 +171,33 @@ def normalize_grad_tails(
 def normalize_grad_quantize_pair(
     path: int, parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
 ) -> tuple[Quantized, Quantized]:
-    by_tensor, by_channel = made = pair_room(parts.g)
+    by_tensor, by_channel = pair_room(parts.g)
     _native.normalize_grad_quantize_pair(
         path,
-        backward_numbers(*parts),
-        flat(clip, _FLOAT32, 1),
-        flat(clip_per_channel, _FLOAT32, parts.g.shape[1]),
-        flat(key, _INT64, 2),
-        *([known(first), known(second)] for first, second in zip(by_tensor, by_channel, strict=True)),
-        _threads(),
+        backward_of(*parts),
+        quantized_to(by_tensor),
+        quantized_to(by_channel),
+        clip=flat(clip, _FLOAT32, 1),
+        clips=flat(clip_per_channel, _FLOAT32, parts.g.shape[1]),
+        key=flat(key, _INT64, 2),
+        threads=_threads(),
     )
-    return made
+    return by_tensor, by_channel
 
 
 def normalize_grad_quantize_by_ratio(
     path: int, parts: GradientParts, ratio: float, key: Tensor | None
 ) -> tuple[Tensor, Quantized]:
     g = parts.g
-    clip, scale, peak = _column(g, _FLOAT32), _column(g, _FLOAT32), new((), _FLOAT32)
-    values, counts = allocator.empty_like(g, _INT8), new(2, _INT64)
+    clip = _column(g, _FLOAT32)
+    made = allocator.empty_like(g, _INT8), _column(g, _FLOAT32), new(2, _INT64), new((), _FLOAT32)
     _native.normalize_grad_quantize_by_ratio(
         path,
-        backward_numbers(*parts),
-        ratio,
-        flat(key, _INT64, 2),
-        *map(known, (clip, values, scale, counts, peak)),
-        _threads(),
+        backward_of(*parts),
+        quantized_to(made),
+        ratio=ratio,
+        key=flat(key, _INT64, 2),
+        clips=known(clip),
+        threads=_threads(),
     )
-    return clip, (values, scale, counts, peak)
+    return clip, made

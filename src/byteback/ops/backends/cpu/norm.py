@@ -26,29 +26,36 @@ def is_writable(running: Running) -> bool:
     return running is None or (running[0].is_contiguous() and running[1].is_contiguous())
 
 
-def vectors_of(norm: BatchNorm) -> tuple[Tensor | None, ...]:
-    """gamma, beta, bias, running mean and variance."""
-    return norm.gamma, norm.beta, norm.bias, *(norm.running or (None, None))
-
-
 def norm_coefficients(
     path: int, stats: tuple[Tensor, Tensor, Tensor, Tensor], count: int, norm: BatchNorm, activation: str
 ) -> Coefficients:
     if not is_writable(norm.running):
         return reference.norm_coefficients(stats, count, norm, activation)
     total, squares, low, high = stats
-    channels, row, vectors = total.numel(), TABLE[activation], vectors_of(norm)
+    channels, row, (running_mean, running_var) = total.numel(), TABLE[activation], norm.running or (None, None)
     a, b, peak = new(channels, _FLOAT32), new(channels, _FLOAT32), new((), _FLOAT32)
     mean, invstd = new(channels, _FLOAT64), new(channels, _FLOAT64)
-    sums = flat(total, _FLOAT64, channels), flat(squares, _FLOAT64, channels)
-    given = [flat(vector, _FLOAT32, channels) for vector in (low, high, *vectors)]
     _native.norm_coefficients(
-        [channels, count, *sums, *given],
-        norm.eps,
-        norm.momentum,
-        row.floor,
-        row.ceiling,
-        [known(vector) for vector in (a, b, mean, invstd, peak)],
+        channels=channels,
+        count=count,
+        eps=norm.eps,
+        momentum=norm.momentum,
+        floor=row.floor,
+        ceiling=row.ceiling,
+        total=flat(total, _FLOAT64, channels),
+        squares=flat(squares, _FLOAT64, channels),
+        low=flat(low, _FLOAT32, channels),
+        high=flat(high, _FLOAT32, channels),
+        gamma=flat(norm.gamma, _FLOAT32, channels),
+        beta=flat(norm.beta, _FLOAT32, channels),
+        bias=flat(norm.bias, _FLOAT32, channels),
+        running_mean=flat(running_mean, _FLOAT32, channels),
+        running_var=flat(running_var, _FLOAT32, channels),
+        a=known(a),
+        b=known(b),
+        mean=known(mean),
+        invstd=known(invstd),
+        peak=known(peak),
     )
     return Coefficients(a, b, mean, invstd, peak)
 
@@ -58,26 +65,46 @@ def norm_folded(
 ) -> tuple[Tensor, Tensor]:
     channels = mean.numel()
     a, b = new(channels, _FLOAT32), new(channels, _FLOAT32)
-    given = [flat(vector, _FLOAT32, channels) for vector in (mean, var, gamma, beta, bias)]
-    _native.norm_folded([channels, *given], eps, known(a), known(b))
+    _native.norm_folded(
+        channels=channels,
+        eps=eps,
+        mean=flat(mean, _FLOAT32, channels),
+        var=flat(var, _FLOAT32, channels),
+        gamma=flat(gamma, _FLOAT32, channels),
+        beta=flat(beta, _FLOAT32, channels),
+        bias=flat(bias, _FLOAT32, channels),
+        a=known(a),
+        b=known(b),
+    )
     return a, b
 
 
 def norm_invstd(path: int, var: Tensor, eps: float) -> Tensor:
     channels = var.numel()
-    made = new(channels, _FLOAT64)
-    _native.norm_invstd(channels, flat(var, _FLOAT32, channels), eps, known(made))
-    return made
+    invstd = new(channels, _FLOAT64)
+    _native.norm_invstd(channels=channels, eps=eps, var=flat(var, _FLOAT32, channels), invstd=known(invstd))
+    return invstd
 
 
 def norm_gradient(
     path: int, a: Tensor, mean: Tensor, invstd: Tensor, total: Tensor, dot: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     channels = a.numel()
-    made = new(channels, _FLOAT32), new(channels, _FLOAT32), new(channels, _FLOAT32), new(channels, _FLOAT32)
-    sums = [flat(vector, _FLOAT64, channels) for vector in (mean, invstd, total, dot)]
-    _native.norm_gradient([channels, count, flat(a, _FLOAT32, channels), *sums], [known(vector) for vector in made])
-    return made
+    q, r, gamma, beta = new(channels, _FLOAT32), new(channels, _FLOAT32), new(channels, _FLOAT32), new(channels, _FLOAT32)
+    _native.norm_gradient(
+        channels=channels,
+        count=count,
+        a=flat(a, _FLOAT32, channels),
+        mean=flat(mean, _FLOAT64, channels),
+        invstd=flat(invstd, _FLOAT64, channels),
+        total=flat(total, _FLOAT64, channels),
+        dot=flat(dot, _FLOAT64, channels),
+        q=known(q),
+        r=known(r),
+        grad_gamma=known(gamma),
+        grad_beta=known(beta),
+    )
+    return q, r, gamma, beta
 
 
 def gradient_sums(
@@ -94,8 +121,20 @@ def gradient_sums(
     count: int,
 ) -> tuple[Tensor, Tensor]:
     channels = a.numel()
-    made = new(channels, _FLOAT64), new(channels, _FLOAT64)
-    given = [flat(vector, _FLOAT64, channels) for vector in (mean, invstd, total, dot, squares)]
-    factors = [flat(vector, _FLOAT32, channels) for vector in (a, q, r)]
-    _native.gradient_sums([channels, count, factors[0], *given, *factors[1:]], eps, *[known(vector) for vector in made])
-    return made
+    dx_total, dx_squares = new(channels, _FLOAT64), new(channels, _FLOAT64)
+    _native.gradient_sums(
+        channels=channels,
+        count=count,
+        eps=eps,
+        a=flat(a, _FLOAT32, channels),
+        q=flat(q, _FLOAT32, channels),
+        r=flat(r, _FLOAT32, channels),
+        mean=flat(mean, _FLOAT64, channels),
+        invstd=flat(invstd, _FLOAT64, channels),
+        total=flat(total, _FLOAT64, channels),
+        dot=flat(dot, _FLOAT64, channels),
+        squares=flat(squares, _FLOAT64, channels),
+        dx_total=known(dx_total),
+        dx_squares=known(dx_squares),
+    )
+    return dx_total, dx_squares

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,31 +33,44 @@ def has_max_pool(path: int, x: Tensor, window: Window) -> bool:
     return window.is_valid() and window.kernel[0] * window.kernel[1] <= _TAPS and min(window.counts(x.shape[2:])) > 0
 
 
-def _windows(size: Sequence[int], window: Window) -> tuple[int, ...]:
-    n, c, h, w = size
-    return n, h, w, c, *window.kernel, *window.stride, *window.padding, *window.dilation, *window.counts((h, w))
+@lru_cache(maxsize=1024)
+def _windows(size: tuple[int, ...], window: Window) -> Any:
+    """csrc/block/max_pool.h's Windows."""
+    kernel, stride, padding, dilation, _ = window
+    count = window.counts(size[2:])
+    given = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "count": count}
+    return _native.Windows(batch=size[0], channels=size[1], size=size[2:], **given)
 
 
 def max_pool(path: int, x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     x = x.contiguous(memory_format=torch.channels_last)
     size = *x.shape[:2], *window.counts(x.shape[2:])
     y, taps = _image(size), _image(size, _UINT8)
-    addresses = last(x, _FLOAT32, x.numel()), known(y), known(taps)
-    _native.max_pool(path, _windows(x.shape, window), *addresses, _threads())
+    address = last(x, _FLOAT32, x.numel())
+    _native.max_pool(path, _windows(x.shape, window), x=address, y=known(y), taps=known(taps), threads=_threads())
     return y, taps
 
 
 def max_pool_grad(path: int, g: Tensor, taps: Tensor, size: Sequence[int], window: Window) -> Tensor:
     dx = _image(size)
     g, taps = g.contiguous(memory_format=torch.channels_last), taps.contiguous(memory_format=torch.channels_last)
-    addresses = last(g, _FLOAT32, g.numel()), last(taps, _UINT8, g.numel()), known(dx)
-    _native.max_pool_grad(path, _windows(size, window), *addresses, _threads())
+    _native.max_pool_grad(
+        path,
+        _windows(tuple(size), window),
+        g=last(g, _FLOAT32, g.numel()),
+        taps=last(taps, _UINT8, g.numel()),
+        dx=known(dx),
+        threads=_threads(),
+    )
     return dx
 
 
-def _pixels(size: Sequence[int], stride: Pair) -> tuple[int, ...]:
-    n, c, h, w = size
-    return n, h, w, c, *stride, (h - 1) // stride[0] + 1, (w - 1) // stride[1] + 1
+@lru_cache(maxsize=1024)
+def _pixels(size: tuple[int, ...], stride: Pair) -> tuple[Any, tuple[int, ...]]:
+    """csrc/block/pixels.h's Pixels, and the size of what is taken."""
+    count = (size[2] - 1) // stride[0] + 1, (size[3] - 1) // stride[1] + 1
+    made = _native.Pixels(batch=size[0], channels=size[1], size=size[2:], stride=stride, count=count)
+    return made, (*size[:2], *count)
 
 
 def _is_image(x: Tensor, stride: Pair) -> bool:
@@ -66,18 +80,18 @@ def _is_image(x: Tensor, stride: Pair) -> bool:
 def take_pixels(path: int, x: Tensor, stride: Pair) -> Tensor | None:
     if not _is_image(x, stride):
         return None
-    numbers = _pixels(x.shape, stride)
-    y = _image((*x.shape[:2], *numbers[-2:]))
-    _native.take_pixels(numbers, last(x, _FLOAT32, x.numel()), known(y), _threads())
+    pixels, taken = _pixels(x.shape, stride)
+    y = _image(taken)
+    _native.take_pixels(pixels, x=last(x, _FLOAT32, x.numel()), y=known(y), threads=_threads())
     return y
 
 
 def spread_pixels(path: int, y: Tensor, size: Sequence[int], stride: Pair) -> Tensor | None:
     if not _is_image(y, stride):
         return None
-    numbers = _pixels(size, stride)
-    if tuple(y.shape) != (numbers[0], numbers[3], *numbers[-2:]):
+    pixels, taken = _pixels(tuple(size), stride)
+    if y.shape != taken:
         return None
     x = _image(size)
-    _native.spread_pixels(numbers, last(y, _FLOAT32, y.numel()), known(x), _threads())
+    _native.spread_pixels(pixels, y=last(y, _FLOAT32, y.numel()), x=known(x), threads=_threads())
     return x

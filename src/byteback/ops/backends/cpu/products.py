@@ -32,9 +32,16 @@ _TILE = 16  # bytes on either side of a tile in csrc/elementwise/x86/transpose_a
 
 def _transpose(path: int, source: Tensor, result: Tensor, batch: int, rows: int, columns: int) -> Tensor:
     """Dense matrices (rows, columns) as (columns, rows), each."""
-    count = batch * rows * columns
-    addresses = dense(source, source.dtype, count), known(result)
-    _native.transpose(path, batch, rows, columns, source.element_size(), *addresses, _threads())
+    _native.transpose(
+        path,
+        batch=batch,
+        rows=rows,
+        columns=columns,
+        bytes=source.element_size(),
+        source=dense(source, source.dtype, batch * rows * columns),
+        result=known(result),
+        threads=_threads(),
+    )
     return result
 
 
@@ -47,38 +54,33 @@ def _channels_last(path: int, x: Tensor) -> Tensor:
     return _transpose(path, x, allocator.empty_like(x, x.dtype), n, c, pixels)
 
 
-def _three(values: Any, fill: int) -> list[int]:
+def _three(values: Sequence[int], fill: int) -> list[int]:
     """Per-axis numbers of a 1-D, 2-D or 3-D convolution, filled up in front to three."""
     return [fill] * (3 - len(values)) + list(values)
 
 
-def _shape(
-    x_size: Sequence[int],
-    w_size: Sequence[int],
-    out_size: Sequence[int],
-    geometry: Geometry,
-) -> list[int]:
-    """The numbers of csrc/core/types.h's ConvShape in order."""
+def _shape(x_size: Sequence[int], w_size: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> Any:
+    """csrc/core/types.h's ConvShape."""
     stride, padding, dilation, groups = geometry
-    return [
-        x_size[0],
-        x_size[1],
-        w_size[0],
-        groups,
-        *_three(x_size[2:], 1),
-        *_three(w_size[2:], 1),
-        *_three(out_size[2:], 1),
-        *_three(stride, 1),
-        *_three(padding, 0),
-        *_three(dilation, 1),
-    ]
+    return _native.ConvShape(
+        batch=x_size[0],
+        in_channels=x_size[1],
+        out_channels=w_size[0],
+        groups=groups,
+        input=_three(x_size[2:], 1),
+        kernel=_three(w_size[2:], 1),
+        output=_three(out_size[2:], 1),
+        stride=_three(stride, 1),
+        padding=_three(padding, 0),
+        dilation=_three(dilation, 1),
+    )
 
 
 class Plan(NamedTuple):
     """How a product of given shapes and strides runs: made once, used at every call."""
 
     function: Any  # of the native library
-    shape: tuple[int, ...]  # csrc/core/types.h's ConvShape
+    shape: Any  # csrc/core/types.h's ConvShape
     size: tuple[int, ...]  # of the result
     strides: tuple[int, ...]
     a_is_last: bool  # whether a is in memory as the library reads it, else it is transposed; b and the result likewise
@@ -99,7 +101,7 @@ def product_plan(path: int, call: ProductCall, a: Tensor, b: Tensor) -> Plan | N
     result_is_last = layout.is_last_dense(call.size, call.strides)
     return Plan(
         getattr(_native, _FUNCTIONS[call.kind]),
-        tuple(_shape(call.x_size, call.w_size, call.out_size, call.geometry)),
+        _shape(call.x_size, call.w_size, call.out_size, call.geometry),
         call.size,
         call.strides,
         a_is_last,
@@ -112,20 +114,17 @@ def product_plan(path: int, call: ProductCall, a: Tensor, b: Tensor) -> Plan | N
 
 def laid_out(
     path: int, call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor
-) -> tuple[Tensor, Tensor, tuple[int, int], tuple[int, int], Tensor]:
-    """Both operands channels last, the addresses of their scales, the strides of those, and the tensor that holds them.
-
-    Two single scales have an address each; a second address of 0 says that the first one has their products.
-    """
+) -> tuple[Tensor, Tensor, dict[str, int], Tensor]:
+    """Both operands channels last, where their scales are (as in csrc/bindings/structs.h's Operands), and what holds them."""
     plan: Plan = call.plan
     a = a if plan.a_is_last else _channels_last(path, a)
     b = b if plan.b_is_last else _channels_last(path, b)
     if plan.single:
-        return a, b, (known(a_scale), known(b_scale)), (0, 0), a_scale
+        return a, b, {"a_scale": known(a_scale), "b_scale": known(b_scale)}, a_scale
     scales = combine_scales(call.kind, a_scale, b_scale, call.groups, call.channels).contiguous()
     rows, columns = scales.shape[:2]
-    strides = (columns if rows > 1 else 0, 1 if columns > 1 else 0)
-    return a, b, (flat(scales, _FLOAT32, rows * columns), 0), strides, scales
+    row, column = columns if rows > 1 else 0, 1 if columns > 1 else 0
+    return a, b, {"a_scale": flat(scales, _FLOAT32, rows * columns), "b_scale": 0, "row": row, "column": column}, scales
 
 
 def product(path: int, call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
@@ -135,12 +134,22 @@ def product(path: int, call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor,
         return reference.product(call, a, a_scale, b, b_scale)
     result = allocator.empty(plan.size, plan.strides, _FLOAT32, CPU)
     if plan.is_plain:
-        operands = known(a), known(b), known(a_scale), known(b_scale)
-        library.last_kernel = plan.function(path, plan.shape, *operands, 0, 0, known(result), _threads())
+        library.last_kernel = plan.function(
+            path,
+            plan.shape,
+            a=known(a),
+            b=known(b),
+            a_scale=known(a_scale),
+            b_scale=known(b_scale),
+            result=known(result),
+            threads=_threads(),
+        )
         return result
-    a, b, addresses, strides, alive = laid_out(path, call, a, a_scale, b, b_scale)
+    a, b, addresses, alive = laid_out(path, call, a, a_scale, b, b_scale)
     buffer = result if plan.result_is_last else allocator.empty_like(result)
-    library.last_kernel = plan.function(path, plan.shape, known(a), known(b), *addresses, *strides, known(buffer), _threads())
+    library.last_kernel = plan.function(
+        path, plan.shape, a=known(a), b=known(b), **addresses, result=known(buffer), threads=_threads()
+    )
     del alive  # the scales, until here
     if buffer is result:
         return result

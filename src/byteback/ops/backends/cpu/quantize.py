@@ -29,24 +29,26 @@ def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> Quantize
     clips = clip.numel()
     if clips != 1 and any(size != 1 for size in clip.shape[2:]):
         return reference.quantize(x, clip, key)
-    laid, numbers = rows(x, per_sample=clip.shape[0] > 1)
+    laid, given = rows(x, per_sample=clip.shape[0] > 1)
     clip = clip.contiguous()
     key = key if key is None else key.contiguous()
     values, scale = allocator.empty_like(laid, _INT8), torch.empty_like(clip)
     counts, peak = new(2, _INT64), new((), _FLOAT32)
+    sample_stride, channel_stride = strides(clip)
     _native.quantize(
         path,
-        numbers,
-        dense(laid, _FLOAT32, x.numel()),
-        flat(clip, _FLOAT32, clips),
-        *strides(clip),
-        clips,
-        flat(key, _INT64, 2),
-        known(values),
-        known(scale),
-        known(counts),
-        known(peak),
-        _threads(),
+        given,
+        x=dense(laid, _FLOAT32, x.numel()),
+        clip=flat(clip, _FLOAT32, clips),
+        clip_count=clips,
+        sample_stride=sample_stride,
+        channel_stride=channel_stride,
+        key=flat(key, _INT64, 2),
+        values=known(values),
+        scale=known(scale),
+        counts=known(counts),
+        peak=known(peak),
+        threads=_threads(),
     )
     return _like(x, laid, values), scale, counts, peak
 
@@ -55,16 +57,19 @@ class QuantizePlan(NamedTuple):
     """How `quantize_max` treats tensors of a shape, strides and axis: made once, used at every call."""
 
     is_dense: bool  # in memory as the kernels read it, else it is copied first
-    rows: tuple[int, ...]  # csrc/core/elementwise.h's Rows
-    layouts: tuple[tuple[int, ...], ...]  # sizes and strides of the integers, then of the clip
+    native: Any  # the library's own plan: layouts of x and of the results
 
 
 def quantize_plan(path: int, x: Tensor, axis: int) -> QuantizePlan | tuple[()]:
     """The plan for an axis of -1, 0 or 1; empty for the others, which the reference takes."""
     if axis > 1 or x.dim() > allocator.MOST_AXES:
         return ()
-    laid, numbers = rows(x, per_sample=axis == 0)
-    return QuantizePlan(laid is x, numbers, (tuple(laid.shape), laid.stride(), *clip_layout(x.shape, axis)))
+    laid, given = rows(x, per_sample=axis == 0)
+    clip_size, clip_strides = clip_layout(x.shape, axis)
+    native = _native.QuantizePlan(
+        rows=given, axis=axis, size=laid.shape, strides=laid.stride(), clip_size=clip_size, clip_strides=clip_strides
+    )
+    return QuantizePlan(laid is x, native)
 
 
 def quantize_max(
@@ -75,16 +80,23 @@ def quantize_max(
     laid = x if plan.is_dense else x.contiguous()
     key = key if key is None else key.contiguous()
     noise = flat(key, _INT64, 2)
-    made = _native.quantize_max(path, plan.rows, known(laid), axis, noise, *plan.layouts, allocator.limit, _threads())
+    made = _native.quantize_max(path, plan.native, x=known(laid), key=noise, limit=allocator.limit, threads=_threads())
     values, scale, clip, counts = map(allocator.tensor_of, made)
     return _like(x, laid, values), scale, clip, counts
 
 
 def noise_key(path: int, seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
     key = new(2, _INT64)
-    counters = flat(seed, _INT64, 1), flat(layer, _INT64, 1), flat(count, _INT64, 1)
-    _native.noise_key(*counters, rank, known(key))
+    _native.noise_key(
+        seed=flat(seed, _INT64, 1), layer=flat(layer, _INT64, 1), count=flat(count, _INT64, 1), rank=rank, key=known(key)
+    )
     return key
+
+
+def quantized_to(made: Quantized) -> Any:
+    """Where one int8 copy is written (csrc/bindings/structs.h)."""
+    values, scale, counts, peak = made
+    return _native.QuantizedTo(values=known(values), scale=known(scale), counts=known(counts), peak=known(peak))
 
 
 def pair_room(like: Tensor) -> tuple[Quantized, Quantized]:
@@ -100,16 +112,17 @@ def quantize_pair(
     path: int, x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
 ) -> tuple[Quantized, Quantized]:
     count, channels = x.numel(), x.shape[1]
-    by_tensor, by_channel = made = pair_room(x)
+    by_tensor, by_channel = pair_room(x)
     _native.quantize_pair(
         path,
-        count // channels,
-        channels,
-        last(x, _FLOAT32, count),
-        flat(clip, _FLOAT32, 1),
-        flat(clip_per_channel, _FLOAT32, channels),
-        flat(key, _INT64, 2),
-        *([known(first), known(second)] for first, second in zip(by_tensor, by_channel, strict=True)),
-        _threads(),
+        quantized_to(by_tensor),
+        quantized_to(by_channel),
+        rows=count // channels,
+        channels=channels,
+        x=last(x, _FLOAT32, count),
+        clip=flat(clip, _FLOAT32, 1),
+        clips=flat(clip_per_channel, _FLOAT32, channels),
+        key=flat(key, _INT64, 2),
+        threads=_threads(),
     )
-    return made
+    return by_tensor, by_channel

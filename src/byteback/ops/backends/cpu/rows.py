@@ -5,26 +5,38 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
+from byteback.ops.backends.cpu import library
 from byteback.ops.contract import layout
+
+_native: Any = library.native
 
 
 @lru_cache(maxsize=4096)
-def _rows_of(shape: tuple[int, ...], strides: tuple[int, ...], per_sample: bool) -> tuple[bool, tuple[int, ...]]:
-    """Whether a tensor is channels last, and csrc/core/elementwise.h's Rows: outer, inner, channels and their strides."""
+def _rows_of(shape: tuple[int, ...], strides: tuple[int, ...], per_sample: bool) -> tuple[bool, Any]:
+    """Whether a tensor is channels last, and csrc/core/elementwise.h's Rows."""
     n, c = shape[:2]
     pixels = math.prod(shape[2:])
-    if not layout.is_last_dense(shape, strides):
-        return False, (n, pixels, c, pixels * c, 1, pixels)
-    return True, ((n, pixels, c, pixels * c, c, 1) if per_sample else (1, n * pixels, c, 0, c, 1))
+    is_last = layout.is_last_dense(shape, strides)
+    if not is_last:
+        outer, inner, step, channel = n, pixels, 1, pixels
+    elif per_sample:
+        outer, inner, step, channel = n, pixels, c, 1
+    else:
+        outer, inner, step, channel = 1, n * pixels, c, 1
+    made = _native.Rows(
+        outer=outer, inner=inner, channels=c, outer_stride=pixels * c, inner_stride=step, channel_stride=channel
+    )
+    return is_last, made
 
 
-def rows(x: Tensor, per_sample: bool = False) -> tuple[Tensor, tuple[int, ...]]:
+def rows(x: Tensor, per_sample: bool = False) -> tuple[Tensor, Any]:
     """x, copied if it must be, and its layout."""
-    last, numbers = _rows_of(x.shape, x.stride(), per_sample)
-    return (x if last else x.contiguous()), numbers
+    is_last, made = _rows_of(x.shape, x.stride(), per_sample)
+    return (x if is_last else x.contiguous()), made
 
 
 def strides(per_scale: Tensor) -> tuple[int, int]:

@@ -23,10 +23,11 @@ _FLOAT32, _FLOAT64, _INT64, _INT8 = torch.float32, torch.float64, torch.int64, t
 def absmax(path: int, x: Tensor, axis: int) -> Tensor:
     if x.dim() < 2 or axis > 1:
         return reference.absmax(x, axis)
-    laid, numbers = rows(x, per_sample=axis == 0)
+    laid, given = rows(x, per_sample=axis == 0)
     # With strides given, PyTorch makes a tensor in half the time.
     result = torch.empty_strided(*clip_layout(x.shape, axis), dtype=_FLOAT32, device=CPU)
-    _native.absmax(path, numbers, dense(laid, _FLOAT32, x.numel()), known(result), axis, _threads())
+    address = dense(laid, _FLOAT32, x.numel())
+    _native.absmax(path, given, axis=axis, x=address, result=known(result), threads=_threads())
     return result
 
 
@@ -36,10 +37,17 @@ def _column(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def moments(path: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    laid, numbers = rows(x)
+    laid, given = rows(x)
     peak, total, squares = _column(x, _FLOAT32), _column(x, _FLOAT64), _column(x, _FLOAT64)
-    made = known(peak), known(total), known(squares)
-    _native.moments(path, numbers, dense(laid, _FLOAT32, x.numel()), *made, _threads())
+    _native.moments(
+        path,
+        given,
+        x=dense(laid, _FLOAT32, x.numel()),
+        peak=known(peak),
+        total=known(total),
+        squares=known(squares),
+        threads=_threads(),
+    )
     return peak, total, squares
 
 
@@ -47,23 +55,32 @@ def channel_stats(path: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     count, channels = x.numel(), x.shape[1]
     total, squares = new(channels, _FLOAT64), new(channels, _FLOAT64)
     low, high = new(channels, _FLOAT32), new(channels, _FLOAT32)
-    made = known(total), known(squares), known(low), known(high)
-    _native.channel_stats(path, count // channels, channels, last(x, _FLOAT32, count), *made, _threads())
+    _native.channel_stats(
+        path,
+        rows=count // channels,
+        channels=channels,
+        x=last(x, _FLOAT32, count),
+        total=known(total),
+        squares=known(squares),
+        low=known(low),
+        high=known(high),
+        threads=_threads(),
+    )
     return total, squares, low, high
 
 
 def tail_count(path: int, x: Tensor, threshold: Tensor) -> Tensor:
-    laid, numbers = rows(x)
+    laid, given = rows(x)
     threshold, single = threshold.contiguous(), threshold.numel() == 1
     counts = _column(x, _INT64)
     _native.tail_count(
         path,
-        numbers,
-        dense(laid, _FLOAT32, x.numel()),
-        flat(threshold, _FLOAT32, 1 if single else x.shape[1]),
-        0 if single else 1,
-        known(counts),
-        _threads(),
+        given,
+        x=dense(laid, _FLOAT32, x.numel()),
+        threshold=flat(threshold, _FLOAT32, 1 if single else x.shape[1]),
+        channel_stride=0 if single else 1,
+        counts=known(counts),
+        threads=_threads(),
     )
     return counts
 
@@ -73,14 +90,14 @@ def tail_count_pair(path: int, x: Tensor, per_channel: Tensor, threshold: Tensor
     over_each, over_all = _column(x, _INT64), _column(x, _INT64)
     _native.tail_count_pair(
         path,
-        count // channels,
-        channels,
-        last(x, _FLOAT32, count),
-        flat(per_channel, _FLOAT32, channels),
-        flat(threshold, _FLOAT32, 1),
-        known(over_each),
-        known(over_all),
-        _threads(),
+        rows=count // channels,
+        channels=channels,
+        x=last(x, _FLOAT32, count),
+        each=flat(per_channel, _FLOAT32, channels),
+        all=flat(threshold, _FLOAT32, 1),
+        over_each=known(over_each),
+        over_all=known(over_all),
+        threads=_threads(),
     )
     return over_each, over_all
 
@@ -88,19 +105,20 @@ def tail_count_pair(path: int, x: Tensor, per_channel: Tensor, threshold: Tensor
 def dot_terms(path: int, x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     if any(size != 1 for size in scale.shape[2:]):  # scales per tensor, sample and channel only
         return reference.dot_terms(x, values, scale)
-    laid, numbers = rows(x, per_sample=scale.shape[0] > 1)
+    laid, given = rows(x, per_sample=scale.shape[0] > 1)
     q = values if values.stride() == laid.stride() else torch.empty_like(laid, dtype=_INT8).copy_(values)
     scale = scale.contiguous()
-    terms = new(3, _FLOAT64)
+    terms, (sample_stride, channel_stride) = new(3, _FLOAT64), strides(scale)
     _native.dot_terms(
         path,
-        numbers,
-        dense(laid, _FLOAT32, x.numel()),
-        dense(q, _INT8, x.numel()),
-        flat(scale, _FLOAT32, math.prod(scale.shape[:2])),
-        *strides(scale),
-        known(terms),
-        _threads(),
+        given,
+        x=dense(laid, _FLOAT32, x.numel()),
+        values=dense(q, _INT8, x.numel()),
+        scale=flat(scale, _FLOAT32, math.prod(scale.shape[:2])),
+        sample_stride=sample_stride,
+        channel_stride=channel_stride,
+        terms=known(terms),
+        threads=_threads(),
     )
     return terms
 
@@ -118,15 +136,24 @@ def channel_cosine_terms(path: int, x: Tensor, clips: Tensor, stochastic: bool) 
 
 
 def _cosine_terms(path: int, x: Tensor, clips: Tensor, stochastic: bool, terms: Tensor) -> Tensor:
-    laid, numbers = rows(x)
+    laid, given = rows(x)
     clips, count, per_channel = clips.contiguous(), clips.shape[0], clips.dim() == 2
-    given = dense(laid, _FLOAT32, x.numel()), flat(clips, _FLOAT32, count * (x.shape[1] if per_channel else 1))
-    _native.cosine_terms(path, numbers, *given, count, per_channel, stochastic, known(terms), _threads())
+    _native.cosine_terms(
+        path,
+        given,
+        x=dense(laid, _FLOAT32, x.numel()),
+        clips=flat(clips, _FLOAT32, count * (x.shape[1] if per_channel else 1)),
+        count=count,
+        per_channel=per_channel,
+        stochastic=stochastic,
+        terms=known(terms),
+        threads=_threads(),
+    )
     return terms
 
 
 def cosine_slope_terms(path: int, x: Tensor, clip: Tensor) -> Tensor:
-    laid, numbers = rows(x)
-    terms = new(5, _FLOAT64)
-    _native.cosine_slope_terms(path, numbers, dense(laid, _FLOAT32, x.numel()), clip.item(), known(terms), _threads())
+    laid, given = rows(x)
+    terms, address = new(5, _FLOAT64), dense(laid, _FLOAT32, x.numel())
+    _native.cosine_slope_terms(path, given, x=address, clip=clip.item(), terms=known(terms), threads=_threads())
     return terms

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ops/block.py: one call gives the bits of the steps that it stands for, on every path and with any number of threads."""
+"""normalize_batch: one call gives the bits of the steps that it stands for, on every path and with any number of threads."""
 
 from __future__ import annotations
 

@@ -123,3 +123,16 @@ def test_a_dilated_window_that_steps_over_a_narrow_image_says_tap_0(path: str, c
         y, taps = max_pool(x, window)
         dx = max_pool_grad(torch.ones_like(y), taps, x.shape, window)
     assert y.isneginf().all() and not taps.any() and not dx.any()
+
+
+@pytest.mark.parametrize("kernel", [(2, 2), (3, 3), (3, 2)], ids=str)
+def test_the_reference_has_the_same_pool(kernel: tuple[int, int]) -> None:
+    x = torch.randn(2, 5, 9, 7, generator=torch.Generator().manual_seed(3)).round()  # with ties
+    window = Window(kernel, (2, 1), (1, 1), (1, 2))
+    y, taps = max_pool(x, window)
+    with paths.path("reference"):
+        assert not has_max_pool(x, window)
+        expected = max_pool(x, window)
+        assert torch.equal(expected[0], y) and torch.equal(expected[1], taps) and taps.dtype is torch.uint8
+        grad = max_pool_grad(y, taps, x.shape, window)
+    assert torch.equal(grad, max_pool_grad(y, taps, x.shape, window))
