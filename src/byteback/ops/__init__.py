@@ -4,7 +4,7 @@
 Read `limits.py` (the contract's numbers), `scale_rule.py` (what may be multiplied with what), `reference.py` and
 `statistics.py` (what each operator means), `noise.py` (stochastic rounding), `schema*.py` (how PyTorch sees them);
 `normalize*.py`, `batch.py`, `batch_grad.py`, `finished.py` and `pairs.py` for the passes of the fused block around a
-convolution, which are plain functions, and `coefficients.py`, `magnitude.py`, `ledger.py` for the small
+convolution, which are plain functions, and `coefficients.py`, `magnitude.py` for the small
 arithmetic between them.
 
 Tensors of integers come as a pair (values: int8, scale: float32); the granularity is the shape of `scale`.

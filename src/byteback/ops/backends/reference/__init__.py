@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference backend: what every operator means, in plain PyTorch, on any device."""
