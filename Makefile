@@ -71,7 +71,7 @@ rebuild:
 
 # The stamp goes first and comes back last: an update that is cut short leaves none, and the next make starts from nothing. It
 # keeps the time at which the installation began, so that a file edited meanwhile is still newer.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
 	@rm -f $(STAMP)
 	@echo "Installing byteback and its developer tools into $(VENV)"
 	@echo "$(CURDIR)" > $(STAMP).begun

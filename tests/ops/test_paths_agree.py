@@ -147,8 +147,8 @@ def test_winograd_stays_exact_where_merged_chunks_just_fit_and_just_do_not() -> 
 DRIVER = """
 #include <cstdio>
 #include <vector>
-#include "PATH.h"
-#include "generic.h"
+#include "core/PATH.h"
+#include "core/generic.h"
 using namespace byteback;
 int main() {
     const ConvShape s{1, 512, 16, 1, {1, 8, 8}, {1, 3, 3}, {1, 8, 8}, {1, 1, 1}, {0, 1, 1}, {1, 1, 1}};
@@ -176,12 +176,12 @@ def test_removing_the_winograd_bound_is_caught(tmp_path: Path, path: str, bound:
     if path not in NATIVE:
         pytest.skip(f"{path} cannot run here: {native.why_not(path)}")
     shutil.copytree(CSRC, tmp_path / "csrc")
-    header = tmp_path / "csrc" / "winograd_transform.h"
+    header = tmp_path / "csrc" / "conv" / "winograd" / "winograd_transform.h"
     text = header.read_text()
     assert text.count("(s64{1} << 25)") == 1
     header.write_text(text.replace("(s64{1} << 25)", f"(s64{{1}} {bound})"))
     (tmp_path / "driver.cpp").write_text(DRIVER.replace("PATH", path))
-    sources = [f"csrc/winograd_{path}.cpp", "csrc/conv_generic.cpp", "driver.cpp"]
+    sources = [f"csrc/conv/winograd/x86/winograd_{path}.cpp", "csrc/conv/conv_generic.cpp", "driver.cpp"]
     flags = ["-std=c++17", "-O2", *FLAGS[path], "-fopenmp", "-Icsrc", "-o", "driver"]
     subprocess.run(["g++", *flags, *sources], cwd=tmp_path, check=True, capture_output=True, timeout=300)
     done = subprocess.run(["./driver"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=120)

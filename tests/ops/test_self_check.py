@@ -16,10 +16,10 @@ CSRC = Path(__file__).parents[2] / "csrc"
 # Matrix products by the path under test, everything else by the textbook.
 DRIVER = """
 #include <cstdio>
-#include "avx512vnni.h"
-#include "generic.h"
-#include "conv.h"
-#include "self_check.h"
+#include "core/avx512vnni.h"
+#include "core/generic.h"
+#include "conv/conv.h"
+#include "conv/self_check.h"
 namespace byteback {
 const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w, Factor f, f32* y, int threads) {
     (path == Path::generic ? generic::conv_output(s, x, w, f, y, threads) : avx512vnni::gemm_output(s, x, w, f, y, threads));
@@ -62,7 +62,7 @@ SPOILT = {
 def test_the_self_check_finds(tmp_path: Path, spoilt: str) -> None:
     shutil.copytree(CSRC, tmp_path / "csrc")
     before, after, finds = SPOILT[spoilt]
-    header = tmp_path / "csrc" / "gemm_product.h"
+    header = tmp_path / "csrc" / "conv" / "gemm" / "gemm_product.h"
     text = header.read_text()
     if before:
         assert text.count(before) == 1
@@ -72,8 +72,9 @@ def test_the_self_check_finds(tmp_path: Path, spoilt: str) -> None:
     header.write_text(text)
     (tmp_path / "driver.cpp").write_text(DRIVER)
     run = {"cwd": tmp_path, "check": True, "capture_output": True, "text": True, "timeout": 300}
-    subprocess.run(["g++", *FLAGS, *VECTORS, "-c", "csrc/gemm_avx512vnni.cpp", "-o", "gemm.o"], **run)  # type: ignore[call-overload]
-    sources = ["driver.cpp", "csrc/self_check.cpp", "csrc/conv_generic.cpp", "gemm.o"]
+    kernels = "csrc/conv/gemm/x86/gemm_avx512vnni.cpp"
+    subprocess.run(["g++", *FLAGS, *VECTORS, "-c", kernels, "-o", "gemm.o"], **run)  # type: ignore[call-overload]
+    sources = ["driver.cpp", "csrc/conv/self_check.cpp", "csrc/conv/conv_generic.cpp", "gemm.o"]
     subprocess.run(["g++", *FLAGS, *sources, "-o", "driver"], **run)  # type: ignore[call-overload]
     done = subprocess.run(["./driver"], **run)  # type: ignore[call-overload]
     assert done.stdout.strip() == finds

@@ -18,9 +18,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PATHS = ("avx2", "avx512vnni")
-SOURCES = {file.name for file in (ROOT / "csrc").glob("*.cpp")}
+SOURCES = {file.name for file in (ROOT / "csrc").rglob("*.cpp")}
 # A file that was deleted may have left its object file behind.
-OBJECTS = [f for f in sorted(ROOT.glob("build/*/CMakeFiles/_native.dir/csrc/*.o")) if f.name.removesuffix(".o") in SOURCES]
+BUILDS = "build/*/CMakeFiles/_native.dir/csrc"
+OBJECTS = [f for f in sorted(ROOT.glob(f"{BUILDS}/**/*.o")) if f.name.removesuffix(".o") in SOURCES]
 VECTOR = [file for file in OBJECTS if file.name.endswith(tuple(f"_{path}.cpp.o" for path in PATHS))]
 PORTABLE = [file for file in OBJECTS if file not in VECTOR]
 
@@ -67,8 +68,8 @@ def weak(file: Path) -> list[str]:
 
 @built
 def test_every_file_of_a_path_that_was_compiled_is_read() -> None:
-    for folder in {file.parent for file in VECTOR}:
-        read = {file.name.removesuffix(".o") for file in OBJECTS if file.parent == folder}
+    for folder in ROOT.glob(BUILDS):
+        read = {file.name.removesuffix(".o") for file in OBJECTS if folder in file.parents}
         for path in PATHS:
             if any(name.endswith(f"_{path}.cpp") for name in read):
                 assert {name for name in SOURCES if name.endswith(f"_{path}.cpp")} <= read

@@ -15,8 +15,8 @@ import sys
 
 from sanitize import build, threads
 
-# Everything that drives a kernel. Left out: what asks the pool to use memory again, which this build does not (csrc/aligned.h),
-# what starts processes of its own with the ordinary library, and torch.compile.
+# Everything that drives a kernel. Left out: what asks the pool to use memory again, which this build does not
+# (csrc/core/aligned.h), what starts processes of its own with the ordinary library, and torch.compile.
 TESTS = [
     "tests/sanitize/cases.py",
     "tests/fuzz",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "sanitize"
-SOURCES = [ROOT / "CMakeLists.txt", *sorted((ROOT / "csrc").iterdir())]
+SOURCES = [ROOT / "CMakeLists.txt", *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
 
 
 def library() -> Path | None:

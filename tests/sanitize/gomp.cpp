@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of OpenMP that csrc/parallel.h uses, by std::thread. ThreadSanitizer knows how those are started and joined; gcc's own
+// The part of OpenMP that csrc/core/parallel.h uses, by std::thread. ThreadSanitizer knows how those are started and joined; gcc's own
 // libgomp is not instrumented, and ThreadSanitizer would report a race wherever it hands work over. The driver is linked with this
 // instead of libgomp.
 #include <thread>

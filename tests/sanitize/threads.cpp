@@ -9,18 +9,18 @@
 #include <thread>
 #include <vector>
 
-#include "avx2.h"
-#include "conv.h"
-#include "detect.h"
-#include "epilogue.h"
-#include "generic.h"
-#include "max_pool.h"
-#include "norm.h"
-#include "parallel.h"
-#include "path.h"
-#include "pixels.h"
-#include "pool.h"
-#include "self_check.h"
+#include "core/avx2.h"
+#include "conv/conv.h"
+#include "detect/detect.h"
+#include "block/epilogue.h"
+#include "core/generic.h"
+#include "block/max_pool.h"
+#include "block/norm.h"
+#include "core/parallel.h"
+#include "core/path.h"
+#include "block/pixels.h"
+#include "core/pool.h"
+#include "conv/self_check.h"
 
 using namespace byteback;
 

@@ -37,7 +37,7 @@ def _compile(source: Path) -> Path:
 
 
 def build() -> Path:
-    kernels = [path for path in SOURCES if path.suffix == ".cpp" and not path.stem.startswith("bindings")]
+    kernels = [path for path in SOURCES if path.suffix == ".cpp" and path.parent.name != "bindings"]
     # The portable files first, as in CMakeLists.txt: of a function that several files carry the linker keeps the first.
     kernels.sort(key=lambda path: path.stem.endswith(tuple(VECTORS)))
     sources = [HERE / "threads.cpp", HERE / "gomp.cpp", *kernels]

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// New tensors for Python, made by the pool (bindings_pool.cpp). Needs Python's lock.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "core/pool.h"
+
+// A type of elements as DLPack names it.
+struct ElementType {
+    byteback::u8 code, bits;
+};
+
+constexpr ElementType kInt8{0, 8}, kInt64{0, 64}, kFloat32{2, 32};
+
+struct Lent {
+    nanobind::object capsule;  // torch._C._from_dlpack makes a tensor of it, once
+    void* memory;
+};
+
+// A dense tensor of these sizes and strides, its contents whatever was there; limit as in pool_lend.
+Lent lend_tensor(nanobind::handle shape, nanobind::handle strides, ElementType type, byteback::s64 limit);

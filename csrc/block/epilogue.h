@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// What becomes of a convolution's output before it leaves the caches. A kernel that is given an epilogue hands it pieces of the
+// product's rows, and writes no product of its own. There are two:
+//   with_epilogue    norm, residual, activation, int8 (norm.h's `normalize`, with the same bits), for predictions
+//   with_statistics  the rows are written, and counted for each channel (`channel_stats`, with the same bits), for training
+#pragma once
+
+#include "block/norm.h"
+
+namespace byteback {
+
+struct Epilogue {
+    Forward from;  // x is not read
+    Outcome to;    // without a mask and without what is kept for backward
+    void* state;
+    bool in_order;  // wants whole rows, and those of one piece to follow those of the piece before as often as possible
+    void (*finish)(const Epilogue&, s64 row, s64 rows, s64 channel, s64 count, const f32* y);
+
+    // `count` neighbouring channels, from `channel` on, of `rows` neighbouring pixels of the product, which lie side by side in
+    // y. For any thread of a parallel region.
+    __attribute__((always_inline)) void operator()(s64 row, s64 rows, s64 channel, s64 count, const f32* y) const {
+        finish(*this, row, rows, channel, count, y);
+    }
+};
+
+// Per channel Σ, Σ², min and max of an output.
+struct Statistics {
+    f64 *total, *squares;
+    f32 *low, *high;
+};
+
+namespace avx2 {
+// Both call body(epilogue, context), for at most `threads` threads.
+Report with_epilogue(const Forward& from, const Outcome& to, int threads, void (*body)(const Epilogue&, void*), void* context);
+void with_statistics(s64 rows, s64 channels, f32* y, const Statistics&, int threads, void (*body)(const Epilogue&, void*),
+                     void* context);
+}  // namespace avx2
+
+}  // namespace byteback

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// Max-pool of channels-last images, which remembers for every output which tap of its window was the largest: one byte, and
+// backward needs nothing else (PyTorch keeps eight bytes and the input).
+//
+// The bits are PyTorch's: of equal values the first in the window counts, a NaN beats everything, and the gradients of windows
+// that meet in a pixel are added in the order of the windows.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "core/parallel.h"
+#include "core/types.h"
+
+namespace byteback {
+
+struct Windows {
+    s64 batch, height, width, channels;
+    s64 kernel_h, kernel_w;  // at most 256 taps
+    s64 stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    s64 out_height, out_width;
+};
+
+namespace generic {
+void max_pool(const Windows&, const f32* x, f32* y, u8* taps, int threads);
+void max_pool_grad(const Windows&, const f32* g, const u8* taps, f32* dx, int threads);
+}  // namespace generic
+
+namespace avx2 {
+void max_pool(const Windows&, const f32* x, f32* y, u8* taps, int threads);
+void max_pool_grad(const Windows&, const f32* g, const u8* taps, f32* dx, int threads);
+}  // namespace avx2
+
+namespace {  // each file compiles its own copy
+
+struct Tap {
+    s64 offset;  // from the first pixel of the image
+    s32 number;
+};
+
+// The taps of a window that lie within the image, in order. A dilated window may step over a narrow image: it has none, and
+// taps[0] then says tap 0.
+inline s64 taps_within(const Windows& p, s64 top, s64 left, Tap* taps) {
+    s64 count = 0;
+    taps[0] = {0, 0};
+    for (s64 i = 0; i < p.kernel_h; ++i) {
+        const s64 h = top + i * p.dilation_h;
+        if (h < 0 || h >= p.height) continue;
+        for (s64 j = 0; j < p.kernel_w; ++j) {
+            const s64 w = left + j * p.dilation_w;
+            if (w < 0 || w >= p.width) continue;
+            taps[count++] = {(h * p.width + w) * p.channels, static_cast<s32>(i * p.kernel_w + j)};
+        }
+    }
+    return count;
+}
+
+// The largest of the channels [begin, end) over some taps. Where all are -inf the first counts.
+inline void largest(const f32* image, const Tap* taps, s64 count, s64 begin, s64 end, f32* y, u8* which) {
+    for (s64 c = begin; c < end; ++c) {
+        f32 best = -std::numeric_limits<f32>::infinity();
+        s32 chosen = taps[0].number;
+        for (s64 t = 0; t < count; ++t) {
+            const f32 value = image[taps[t].offset + c];
+            const bool better = value > best || value != value;
+            best = better ? value : best;
+            chosen = better ? taps[t].number : chosen;
+        }
+        y[c] = best;
+        which[c] = static_cast<u8>(chosen);
+    }
+}
+
+// pool(image, taps, count, channels, y, which) makes one window of all channels.
+template <class Pool>
+inline void pool_windows(const Windows& p, const f32* x, f32* y, u8* which, int threads, const Pool& pool) {
+    parallel_for(threads, p.batch * p.out_height, [&](s64 line) {
+        Tap taps[256];
+        const f32* image = x + line / p.out_height * p.height * p.width * p.channels;
+        const s64 top = line % p.out_height * p.stride_h - p.pad_h;
+        for (s64 o = 0; o < p.out_width; ++o) {
+            const s64 count = taps_within(p, top, o * p.stride_w - p.pad_w, taps), at = (line * p.out_width + o) * p.channels;
+            pool(image, taps, count, p.channels, y + at, which + at);
+        }
+    });
+}
+
+// Windows of one axis that have `pixel` among their taps lie in [begin, end); those whose taps pass it by are told by the tap.
+struct Reach {
+    s64 begin, end;
+};
+
+inline Reach windows_over(s64 pixel, s64 kernel, s64 stride, s64 pad, s64 dilation, s64 count) {
+    const s64 from = pixel + pad - (kernel - 1) * dilation;  // the first start that reaches this pixel
+    return {from <= 0 ? 0 : ceil_div(from, stride), std::min(count, (pixel + pad) / stride + 1)};
+}
+
+inline void pool_gradient(const Windows& p, const f32* g, const u8* taps, f32* dx, int threads) {
+    parallel_for(threads, p.batch * p.height, [&](s64 line) {
+        const s64 n = line / p.height, h = line % p.height;
+        const Reach rows = windows_over(h, p.kernel_h, p.stride_h, p.pad_h, p.dilation_h, p.out_height);
+        for (s64 w = 0; w < p.width; ++w) {
+            const Reach columns = windows_over(w, p.kernel_w, p.stride_w, p.pad_w, p.dilation_w, p.out_width);
+            f32* to = dx + (line * p.width + w) * p.channels;
+            std::fill_n(to, p.channels, 0.0f);
+            for (s64 a = rows.begin; a < rows.end; ++a) {
+                const s64 down = h + p.pad_h - a * p.stride_h;
+                if (down % p.dilation_h) continue;
+                for (s64 b = columns.begin; b < columns.end; ++b) {
+                    const s64 right = w + p.pad_w - b * p.stride_w;
+                    if (right % p.dilation_w) continue;
+                    const s32 tap = static_cast<s32>(down / p.dilation_h * p.kernel_w + right / p.dilation_w);
+                    const s64 at = ((n * p.out_height + a) * p.out_width + b) * p.channels;
+                    const f32* from = g + at;
+                    const u8* chosen = taps + at;
+                    // Never -0, so that adding 0 where another tap was chosen changes nothing.
+                    for (s64 c = 0; c < p.channels; ++c) to[c] += chosen[c] == tap ? from[c] : 0.0f;
+                }
+            }
+        }
+    });
+}
+
+}  // namespace
+}  // namespace byteback

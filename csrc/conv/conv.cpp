@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "conv/conv.h"
+
+#include "core/generic.h"
+#include "conv/plan.h"
+#ifdef BYTEBACK_AVX2
+#include "core/avx2.h"
+#endif
+#ifdef BYTEBACK_AVX512VNNI
+#include "core/avx512vnni.h"
+#endif
+
+namespace byteback {
+
+namespace {
+
+// By a vector kernel: its name, or null where none serves.
+const char* vector_output(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads,
+                          const Epilogue* finish) {
+#ifdef BYTEBACK_AVX2
+    const Plan plan = make_plan(s, ProductKind::output, path);
+    switch (plan.algorithm) {
+        case Algorithm::depthwise: avx2::depthwise_output(s, x, w, factor, y, threads, finish); return "avx2/depthwise";
+        case Algorithm::winograd: avx2::winograd_output(s, x, w, factor, y, threads, finish); return "avx2/winograd";
+        case Algorithm::gemm: {
+            const bool nonnegative = !avx2::any_negative(x, s.batch * s.in_pixels() * s.in_channels, threads);
+            avx2::gemm_output(s, x, w, factor, y, nonnegative, threads, finish);
+            return nonnegative ? "avx2/gemm_u8" : "avx2/gemm_s16";
+        }
+#ifdef BYTEBACK_AVX512VNNI
+        case Algorithm::gemm_vnni: avx512vnni::gemm_output(s, x, w, factor, y, threads, finish); return "avx512vnni/gemm_s8";
+        case Algorithm::winograd_vnni: avx512vnni::winograd_output(s, x, w, factor, y, threads, finish); return "avx512vnni/winograd";
+#endif
+        default: break;
+    }
+#endif
+    (void)path, (void)s, (void)x, (void)w, (void)factor, (void)y, (void)threads, (void)finish;
+    return nullptr;
+}
+
+}  // namespace
+
+const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+    if (const char* kernel = vector_output(path, s, x, w, factor, y, threads, nullptr)) return kernel;
+    generic::conv_output(s, x, w, factor, y, threads);
+    return "generic/direct";
+}
+
+const char* conv_finished(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, const Epilogue& finish,
+                          int threads) {
+    return vector_output(path, s, x, w, factor, nullptr, threads, &finish);
+}
+
+#ifdef BYTEBACK_AVX2
+namespace {
+
+constexpr s64 kCountedBytes = 8 << 20;      // of an output that does not wait in the caches for its next reader
+constexpr s64 kTwoRowsBytes = 512 << 10;  // of an image: a depthwise kernel collects two rows of it
+
+bool gives_whole_rows(const ConvShape& s, Algorithm algorithm) {
+    if (algorithm == Algorithm::depthwise) return 2 * s.out[2] * s.out_channels * 4 <= kTwoRowsBytes;
+    return s.groups == 1 && (algorithm == Algorithm::gemm || algorithm == Algorithm::gemm_vnni);
+}
+
+}  // namespace
+#endif
+
+const char* conv_counted(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, const Statistics& to,
+                         int threads) {
+#ifdef BYTEBACK_AVX2
+    const s64 rows = s.batch * s.out_pixels();
+    const bool large = rows * s.out_channels * 4 >= kCountedBytes;
+    if (!large || !gives_whole_rows(s, make_plan(s, ProductKind::output, path).algorithm)) return nullptr;
+    struct Call {
+        Path path;
+        const ConvShape& s;
+        const s8 *x, *w;
+        Factor factor;
+        int threads;
+        const char* kernel;
+    } call{path, s, x, w, factor, threads, nullptr};
+    avx2::with_statistics(
+        rows, s.out_channels, y, to, threads,
+        [](const Epilogue& finish, void* context) {
+            Call& c = *static_cast<Call*>(context);
+            c.kernel = vector_output(c.path, c.s, c.x, c.w, c.factor, nullptr, c.threads, &finish);
+        },
+        &call);
+    return call.kernel;
+#else
+    (void)path, (void)s, (void)x, (void)w, (void)factor, (void)y, (void)to, (void)threads;
+    return nullptr;
+#endif
+}
+
+const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+#ifdef BYTEBACK_AVX2
+    switch (make_plan(s, ProductKind::grad_input, path).algorithm) {
+        case Algorithm::depthwise: avx2::depthwise_grad_input(s, g, w, factor, dx, threads); return "avx2/depthwise";
+        case Algorithm::winograd: avx2::winograd_grad_input(s, g, w, factor, dx, threads); return "avx2/winograd";
+        case Algorithm::gemm: avx2::gemm_grad_input(s, g, w, factor, dx, threads); return "avx2/gemm_s16";
+#ifdef BYTEBACK_AVX512VNNI
+        case Algorithm::gemm_vnni: avx512vnni::gemm_grad_input(s, g, w, factor, dx, threads); return "avx512vnni/gemm_s8";
+        case Algorithm::winograd_vnni: avx512vnni::winograd_grad_input(s, g, w, factor, dx, threads); return "avx512vnni/winograd";
+#endif
+        default: break;
+    }
+#endif
+    (void)path;
+    generic::conv_grad_input(s, g, w, factor, dx, threads);
+    return "generic/direct";
+}
+
+const char* conv_grad_weight(Path path, const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {
+#ifdef BYTEBACK_AVX2
+    switch (make_plan(s, ProductKind::grad_weight, path).algorithm) {
+        case Algorithm::depthwise: avx2::depthwise_grad_weight(s, g, x, factor, dw, threads); return "avx2/depthwise";
+        case Algorithm::winograd: avx2::winograd_grad_weight(s, g, x, factor, dw, threads); return "avx2/winograd";
+        case Algorithm::gemm: {
+            const bool nonnegative = !avx2::any_negative(x, s.batch * s.in_pixels() * s.in_channels, threads);
+            avx2::gemm_grad_weight(s, g, x, factor, dw, nonnegative, threads);
+            return nonnegative ? "avx2/gemm_u8" : "avx2/gemm_s16";
+        }
+#ifdef BYTEBACK_AVX512VNNI
+        case Algorithm::gemm_vnni: avx512vnni::gemm_grad_weight(s, g, x, factor, dw, threads); return "avx512vnni/gemm_s8";
+        case Algorithm::winograd_vnni: avx512vnni::winograd_grad_weight(s, g, x, factor, dw, threads); return "avx512vnni/winograd";
+#endif
+        default: break;
+    }
+#endif
+    (void)path;
+    generic::conv_grad_weight(s, g, x, factor, dw, threads);
+    return "generic/direct";
+}
+
+}  // namespace byteback

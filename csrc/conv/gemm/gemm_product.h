@@ -1,0 +1,424 @@
+// SPDX-License-Identifier: Apache-2.0
+// Output and grad_input of any convolution as an implicit matrix product.
+//
+//   rows      pixels of a grid over the result
+//   depth     taps x source channels; a row of A is gathered tap by tap, zeros where a tap falls into the padding
+//   columns   result channels
+//
+// grad_input is the same product with source = grad_output and the weights read backwards. With a stride, the pixels of
+// the result fall into stride_d * stride_h * stride_w phases; all pixels of a phase meet the same taps, so each phase is
+// one such product. `Micro` is the multiply kernel (gemm_micro_*.h).
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "block/epilogue.h"
+#include "conv/gemm/gather.h"
+#include "core/parallel.h"
+
+namespace byteback {
+namespace {
+
+constexpr s64 kBlockBytes = 400'000;  // of A and C that stay in the second-level cache
+constexpr s64 kStreamBytes = 16 << 20;  // results larger than this bypass the caches
+
+struct Product {
+    Gather from;
+    s64 depth;  // channels summed per tap
+    s64 batch, grid[3];
+    std::vector<Tap> taps;
+    f32* result;
+    const s64* result_size;
+    s64 result_channels, result_begin, columns;
+    s64 result_start[3], result_step[3];
+    Factor factor;
+    const Epilogue* finish;  // null, or what gets the rows of an output instead of `result`
+
+    s64 grid_pixels() const { return grid[0] * grid[1] * grid[2]; }
+};
+
+// A stretch of one tap's channels that goes into one depth block.
+struct Segment {
+    s64 tap, begin, length, position;
+};
+
+// A stretch of the packed depth that is multiplied in one go.
+struct DepthPart {
+    s64 start, length;
+};
+
+struct DepthBlock {
+    DepthPart part;
+    std::vector<Segment> segments;
+
+    // Products that one sum gets from it: the zeros that fill up the packed depth add none.
+    s64 products() const {
+        s64 sum = 0;
+        for (const Segment& s : segments) sum += s.length;
+        return sum;
+    }
+};
+
+// Cuts the depth (taps x padded channels) into blocks of at most about `most`.
+std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded, s64 most) {
+    std::vector<DepthBlock> blocks;
+    if (padded <= most) {
+        const s64 count = ceil_div(taps * padded, most), each = ceil_div(taps, count);
+        for (s64 first = 0; first < taps; first += each) {
+            const s64 last = std::min(taps, first + each);
+            DepthBlock block{{first * padded, (last - first) * padded}, {}};
+            for (s64 t = first; t < last; ++t) block.segments.push_back({t, 0, depth, (t - first) * padded});
+            blocks.push_back(block);
+        }
+        return blocks;
+    }
+    const s64 each = round_up(ceil_div(padded, ceil_div(padded, most)), 16);
+    for (s64 t = 0; t < taps; ++t)
+        for (s64 c = 0; c < padded; c += each) {
+            const s64 length = std::min(each, padded - c);
+            blocks.push_back({{t * padded + c, length}, {{t, c, std::min(length, depth - c), 0}}});
+        }
+    return blocks;
+}
+
+// One group's weights, w[k][tap][c], as the product reads them: depth along c and columns along k (output), or the reverse.
+struct Weights {
+    const s8* w;
+    s64 taps, C;
+    bool columns_are_k;
+
+    const s8* row(s64 k, s64 tap) const { return w + (k * taps + tap) * C; }
+};
+
+constexpr s64 kSmallWeights = 32 << 10;  // bytes packed in less time than threads need to meet
+
+struct WeightScratch {};
+struct RowScratch {};
+
+// A panel whose depth lies together in memory: 16 rows are widened, then their 4-byte steps are turned from [row][step] to
+// [step][row].
+template <class Micro>
+void pack_panel_of_rows(const Product& p, const Weights& w, s64 tap, s64 column, s64 padded, char* to) {
+    const s64 length = padded * Micro::kBytes, stride = round_up(length + 32, 64), steps = length / 4;
+    char* rows = scratch<RowScratch>(static_cast<size_t>(stride * kColumns));
+    std::memset(rows, 0, static_cast<size_t>(stride * kColumns));
+    for (s64 j = 0; j < std::min(kColumns, p.columns - column); ++j) {
+        Micro::pack_row_b(rows + j * stride, w.row(column + j, tap), p.depth);
+        const s64 filled = p.depth * Micro::kBytes;
+        std::memset(rows + j * stride + filled, 0, static_cast<size_t>(length - filled));
+    }
+    for (s64 step = 0; step < steps; ++step)
+        for (s64 j = 0; j < kColumns; ++j) std::memcpy(to + (step * kColumns + j) * 4, rows + j * stride + step * 4, 4);
+}
+
+// A panel whose columns lie together: `kUnit` rows at a time are interleaved.
+template <class Micro>
+void pack_panel_of_columns(const Product& p, const Weights& w, s64 tap, s64 column, s64 padded, const s8* zeros, char* to) {
+    const s64 width = std::min(kColumns, p.columns - column);
+    for (s64 l = 0; l < padded; l += Micro::kUnit) {
+        const s8* from[4];
+        for (int u = 0; u < Micro::kUnit; ++u) from[u] = l + u < p.depth ? w.row(l + u, tap) + column : zeros;
+        Micro::interleave_b(to + l * kColumns * Micro::kBytes, from, width, p.columns - column);
+    }
+}
+
+struct PackedWeights {
+    const char* panels;  // [columns / 16][padded depth / unit][16][unit]
+    const s32* starts;   // [part][columns]: from where the sums of a column begin in each part of the depth
+    s64 width;           // columns, rounded up to whole panels
+
+    const s32* start(s64 part, s64 column) const { return starts + part * width + column; }
+};
+
+template <class Micro>
+s64 packed_bytes(const Product& p, s64 padded, s64 parts) {
+    const s64 panels = ceil_div(p.columns, kColumns), length = static_cast<s64>(p.taps.size()) * padded;
+    return round_up(panels * length * kColumns * Micro::kBytes, 64) + round_up(parts * panels * kColumns * 4, 64);
+}
+
+// Into `packed`, of packed_bytes. The depth is going to be multiplied in `parts`, each of which takes off the offset of its own
+// columns and no other: so a part's sums are those of its own products, whoever adds parts up, and in which width.
+template <class Micro>
+PackedWeights pack_weights(const Product& p, const Weights& w, s64 padded, const std::vector<DepthPart>& parts, int threads,
+                           char* packed) {
+    const s64 taps = static_cast<s64>(p.taps.size()), panels = ceil_div(p.columns, kColumns), length = taps * padded;
+    const s64 panel_bytes = length * kColumns * Micro::kBytes, all = round_up(panels * panel_bytes, 64);
+    s32* starts = reinterpret_cast<s32*>(packed + all);
+    if (all < kSmallWeights) threads = 1;
+    const s8 zeros[kColumns] = {};
+    parallel_for(threads, panels * taps, [&](s64 job) {
+        const s64 column = job / taps * kColumns, t = job % taps, tap = p.taps[static_cast<size_t>(t)].weight;
+        char* to = packed + (column * length + t * padded * kColumns) * Micro::kBytes;
+        if (w.columns_are_k)
+            pack_panel_of_rows<Micro>(p, w, tap, column, padded, to);
+        else
+            pack_panel_of_columns<Micro>(p, w, tap, column, padded, zeros, to);
+    });
+    if (Micro::kOffset)
+        parallel_for(threads, panels, [&](s64 panel) {
+            s32* to = starts + panel * kColumns;
+            for (const DepthPart& part : parts) {
+                const char* B = packed + panel * panel_bytes + part.start * kColumns * Micro::kBytes;
+                Micro::column_starts(B, part.length / Micro::kUnit, to);
+                to += panels * kColumns;
+            }
+        });
+    return {packed, starts, panels * kColumns};
+}
+
+s64 row_of(const Product& p, const Pixel& pixel) {
+    s64 flat = pixel.n;
+    for (int axis = 0; axis < 3; ++axis)
+        flat = flat * p.result_size[axis] + p.result_start[axis] + pixel.at[axis] * p.result_step[axis];
+    return flat;
+}
+
+f32* result_of(const Product& p, const Pixel& pixel) {
+    return p.result + row_of(p, pixel) * p.result_channels + p.result_begin;
+}
+
+void write_row(const Product& p, const s32* sums, s64 n, f32* to) {
+    const f32* factor = p.factor.values + n * p.factor.row + p.result_begin * p.factor.column;
+    write_row(sums, p.columns, factor, p.factor.column != 0, to);
+}
+
+void write_row(const Product& p, const s64* sums, s64 n, f32* to) {
+    const f32* factor = p.factor.values + n * p.factor.row + p.result_begin * p.factor.column;
+    for (s64 j = 0; j < p.columns; ++j) to[j] = static_cast<f32>(sums[j]) * factor[j * p.factor.column];
+}
+
+struct BlockScratch {};
+struct FinishScratch {};
+
+template <class Micro>
+class Runner {
+public:
+    Runner(const Product& product, const Weights& w, int threads)
+        : p(product),
+          padded(round_up(p.depth, Micro::kUnit)),
+          length(static_cast<s64>(p.taps.size()) * padded),
+          rows(p.batch * p.grid_pixels()),
+          padded_columns(round_up(p.columns, kColumns)),
+          blocks(depth_blocks(static_cast<s64>(p.taps.size()), p.depth, padded, Micro::kDepth)) {
+        std::vector<DepthPart> parts;
+        for (const DepthBlock& block : blocks) {
+            parts.push_back(block.part);
+            widest = std::max(widest, block.part.length);
+        }
+        stride = round_up(widest * Micro::kBytes + 32, 64) + 64;  // an odd number of lines: rows do not share cache sets
+        const s64 bytes = packed_bytes<Micro>(p, padded, static_cast<s64>(parts.size()));
+        weights = pack_weights<Micro>(p, w, padded, parts, threads, scratch<WeightScratch>(static_cast<size_t>(bytes)));
+    }
+
+    void run(int threads) {
+        // One depth block and full panels: the sums are final when they leave the registers.
+        const bool direct = blocks.size() == 1 && p.columns % kColumns == 0 && p.factor.row == 0;
+        const s64 c_bytes = direct && !p.finish ? 0 : padded_columns * 4;
+        // Every block ends in the second-level cache, and every thread gets as many blocks as the others.
+        s64 each = Micro::kRows * 16;
+        while (each > Micro::kRows * 4 && each * (widest * Micro::kBytes + c_bytes) > kBlockBytes) each -= Micro::kRows;
+        const s64 count = round_up(ceil_div(rows, each), threads);
+        each = round_up(ceil_div(rows, count), Micro::kRows);
+        parallel_for(threads, ceil_div(rows, each), [&](s64 i) {
+            const s64 first = i * each, n = std::min(each, rows - first);
+            if (direct)
+                run_direct(first, n);
+            else
+                run_block(first, n);
+        });
+    }
+
+private:
+    void run_direct(s64 first, s64 count) {
+        char* A = scratch<BlockScratch>(static_cast<size_t>(round_up(count, Micro::kRows) * stride + 64));
+        gather(blocks[0], first, count, A);
+        std::vector<f32*> to(static_cast<size_t>(count));
+        f32* own = p.finish ? floats(count * p.columns) : nullptr;
+        bool aligned = !own && rows * p.columns * 4 > kStreamBytes;
+        Pixel pixel = pixel_of(first, p.grid);
+        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
+            to[static_cast<size_t>(i)] = own ? own + i * p.columns : result_of(p, pixel);
+            aligned = aligned && reinterpret_cast<uintptr_t>(to[static_cast<size_t>(i)]) % 64 == 0;
+        }
+        const s64 steps = length / Micro::kUnit;
+        const f32* factors = p.factor.values + p.result_begin * p.factor.column;
+        alignas(64) s32 sums[Micro::kRows * kColumns];
+        for (s64 j = 0; j < p.columns; j += kColumns) {
+            const char* B = weights.panels + j * length * Micro::kBytes;
+            const ColumnFactors scales(factors + (p.factor.column ? j : 0), p.factor.column != 0);
+            for (s64 i = 0; i < count; i += Micro::kRows) {
+                multiply_block<Micro>(A + i * stride, stride, 4, B, steps, weights.start(0, j), sums, kColumns, false);
+                write_floats(sums, std::min<s64>(Micro::kRows, count - i), to.data() + i, j, scales, aligned);
+            }
+        }
+        if (aligned) end_streams();
+        if (own) (*p.finish)(first, count, p.result_begin, p.columns, own);
+    }
+
+    static f32* floats(s64 count) { return reinterpret_cast<f32*>(scratch<FinishScratch>(static_cast<size_t>(count) * 4)); }
+
+    void run_block(s64 first, s64 count) {
+        const s64 padded_rows = round_up(count, Micro::kRows);
+        const s64 a_bytes = padded_rows * stride + 64;  // stride is a multiple of 64
+        const bool deep = static_cast<s64>(p.taps.size()) * p.depth > kInt32Depth;
+        char* A = scratch<BlockScratch>(static_cast<size_t>(a_bytes + padded_rows * padded_columns * 4));
+        s32* C = reinterpret_cast<s32*>(A + a_bytes);
+        std::vector<s64> wide(deep ? static_cast<size_t>(count * padded_columns) : 0, 0);
+        s64 summed = 0;  // products in each sum of C since it was last emptied
+        for (size_t part = 0; part < blocks.size(); ++part) {
+            const s64 products = blocks[part].products();
+            if (summed + products > kInt32Depth) {
+                widen(C, count, wide);
+                summed = 0;
+            }
+            gather(blocks[part], first, count, A);
+            multiply(static_cast<s64>(part), A, padded_rows, C, summed > 0);
+            summed += products;
+        }
+        if (deep) widen(C, count, wide);
+        Pixel pixel = pixel_of(first, p.grid);
+        const bool together = p.finish && p.finish->in_order;  // else each row is finished while it is near
+        f32* own = p.finish ? floats((together ? count : 1) * p.columns) : nullptr;
+        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
+            f32* to = own ? own + (together ? i : 0) * p.columns : result_of(p, pixel);
+            if (deep)
+                write_row(p, wide.data() + i * padded_columns, pixel.n, to);
+            else
+                write_row(p, C + i * padded_columns, pixel.n, to);
+            if (own && !together) (*p.finish)(first + i, 1, p.result_begin, p.columns, own);
+        }
+        if (together) (*p.finish)(first, count, p.result_begin, p.columns, own);
+    }
+
+    void gather(const DepthBlock& block, s64 first, s64 count, char* A) const {
+        Pixel pixel = pixel_of(first, p.grid);
+        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
+            const Gather::Origin origin = p.from.origin(pixel);
+            for (const Segment& s : block.segments)
+                Micro::pack_row_a(A + i * stride + s.position * Micro::kBytes, p.from.at(origin, s.tap) + s.begin, s.length);
+        }
+    }
+
+    void multiply(s64 part, const char* A, s64 padded_rows, s32* C, bool accumulate) const {
+        const DepthPart& depth = blocks[static_cast<size_t>(part)].part;
+        for (s64 j = 0; j < padded_columns; j += kColumns) {
+            const char* B = weights.panels + (j * length + depth.start * kColumns) * Micro::kBytes;
+            for (s64 i = 0; i < padded_rows; i += Micro::kRows)
+                multiply_block<Micro>(A + i * stride, stride, 4, B, depth.length / Micro::kUnit, weights.start(part, j),
+                                      C + i * padded_columns + j, padded_columns, accumulate);
+        }
+    }
+
+    void widen(const s32* C, s64 count, std::vector<s64>& wide) const {
+        for (s64 i = 0; i < count * padded_columns; ++i) wide[static_cast<size_t>(i)] += C[i];
+    }
+
+    const Product& p;
+    const s64 padded, length, rows, padded_columns;  // of a tap's channels, of all taps' together; of the result
+    const std::vector<DepthBlock> blocks;
+    PackedWeights weights{};
+    s64 widest = 0, stride = 0;
+};
+
+template <class Micro>
+void run_product(const Product& p, const Weights& w, int threads) {
+    if (p.taps.empty() || p.batch * p.grid_pixels() == 0) return;
+    Runner<Micro>(p, w, threads).run(threads);
+}
+
+template <class Micro>
+void output_group(const ConvShape& s, s64 group, const s8* x, const s8* w, Factor factor, f32* y, int threads,
+                  const Epilogue* finish) {
+    const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
+    Product p{};
+    p.taps = forward_taps(s);
+    p.from = Gather(x, s.in, s.in_channels, group * C, C, s.stride, p.taps);
+    p.depth = C, p.batch = s.batch, p.factor = factor, p.finish = finish;
+    p.result = y, p.result_size = s.out, p.result_channels = s.out_channels, p.result_begin = group * K, p.columns = K;
+    for (int axis = 0; axis < 3; ++axis) {
+        p.grid[axis] = s.out[axis];
+        p.result_step[axis] = 1;
+    }
+    run_product<Micro>(p, {w + group * K * taps * C, taps, C, true}, threads);
+}
+
+// The grad_input pixels i with (i + padding) % stride == phase, and the taps that reach them.
+bool phase_of(const ConvShape& s, const s64 (&phase)[3], Product& p) {
+    for (int axis = 0; axis < 3; ++axis) {
+        const s64 start = ((phase[axis] - s.padding[axis]) % s.stride[axis] + s.stride[axis]) % s.stride[axis];
+        p.result_start[axis] = start;
+        p.result_step[axis] = s.stride[axis];
+        p.grid[axis] = start < s.in[axis] ? ceil_div(s.in[axis] - start, s.stride[axis]) : 0;
+    }
+    p.taps.clear();
+    for (s64 t = 0; t < s.taps(); ++t) {
+        const s64 at[3] = {t / (s.kernel[1] * s.kernel[2]), t / s.kernel[2] % s.kernel[1], t % s.kernel[2]};
+        Tap tap{{}, t};
+        bool meets = true;
+        for (int axis = 0; axis < 3; ++axis) {
+            // Output pixel o with o * stride = i + padding - t * dilation, for i = start + grid * stride.
+            const s64 from = p.result_start[axis] + s.padding[axis] - at[axis] * s.dilation[axis];
+            meets = meets && from % s.stride[axis] == 0;
+            tap.offset[axis] = from / s.stride[axis];
+        }
+        if (meets) p.taps.push_back(tap);
+    }
+    return p.grid_pixels() > 0;
+}
+
+// Whether some input pixels are reached by no tap: a stride larger than the kernel leaves such phases.
+bool leaves_pixels_out(const ConvShape& s) {
+    for (int axis = 0; axis < 3; ++axis)
+        if (s.stride[axis] > 1) {
+            std::vector<char> met(static_cast<size_t>(s.stride[axis]), 0);
+            for (s64 t = 0; t < s.kernel[axis]; ++t) met[static_cast<size_t>(t * s.dilation[axis] % s.stride[axis])] = 1;
+            for (char m : met)
+                if (!m) return true;
+        }
+    return false;
+}
+
+// The integer 0 times the factor: 0, but NaN where two scales have an infinite product.
+void write_zeros(const ConvShape& s, Factor factor, f32* dx, int threads) {
+    bool finite = true;
+    for (s64 n = 0; n < (factor.row ? s.batch : 1); ++n)
+        for (s64 c = 0; c < (factor.column ? s.in_channels : 1); ++c) finite = finite && std::isfinite(factor.at(n, c));
+    parallel_ranges(threads, s.batch * s.in_pixels(), [&](int, s64 begin, s64 end) {
+        if (finite) {
+            std::fill(dx + begin * s.in_channels, dx + end * s.in_channels, 0.0f);
+            return;
+        }
+        for (s64 pixel = begin; pixel < end; ++pixel)
+            for (s64 c = 0; c < s.in_channels; ++c) dx[pixel * s.in_channels + c] = 0.0f * factor.at(pixel / s.in_pixels(), c);
+    });
+}
+
+template <class Micro>
+void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
+    for (s64 d = 0; d < s.stride[0]; ++d)
+        for (s64 h = 0; h < s.stride[1]; ++h)
+            for (s64 v = 0; v < s.stride[2]; ++v) {
+                Product p{};
+                p.depth = K, p.batch = s.batch, p.factor = factor;
+                p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels, p.result_begin = group * C, p.columns = C;
+                if (!phase_of(s, {d, h, v}, p)) continue;
+                p.from = Gather(g, s.out, s.out_channels, group * K, K, {1, 1, 1}, p.taps);
+                run_product<Micro>(p, {w + group * K * taps * C, taps, C, false}, threads);
+            }
+}
+
+template <class Micro>
+void run_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    if (leaves_pixels_out(s)) write_zeros(s, factor, dx, threads);
+    for (s64 group = 0; group < s.groups; ++group) grad_input_group<Micro>(s, group, g, w, factor, dx, threads);
+}
+
+template <class Micro>
+void run_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads, const Epilogue* finish) {
+    for (s64 group = 0; group < s.groups; ++group) output_group<Micro>(s, group, x, w, factor, y, threads, finish);
+}
+
+}  // namespace
+}  // namespace byteback

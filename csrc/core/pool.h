@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Blocks of memory that are used again (src/byteback/ops/pool.py says why). A block is lent once at a time; any thread may
+// lend and give back, with Python's lock or without.
+#pragma once
+
+#include <cstddef>
+
+#include "core/types.h"
+
+namespace byteback {
+
+struct Block {
+    void* memory;
+    size_t size;  // of the whole block, at least what was asked for; 0: a small one, which malloc made
+};
+
+struct PoolSizes {
+    size_t lent;
+    size_t idle;  // lying about and known to the system as in use
+};
+
+// Smaller blocks are left to malloc, which keeps them itself.
+constexpr size_t kSmallestBlock = size_t{1} << 20;
+
+// A block of at least `bytes` bytes, aligned to 64, its contents whatever was there. From now on at most `limit` bytes lie idle:
+// beyond them the sizes that were not asked for longest go back to the system.
+Block pool_lend(size_t bytes, size_t limit);
+void pool_give_back(Block block);
+
+// Leaves the pages of idle blocks to the system, which takes them when memory is short; until then they are used again.
+void pool_offer();
+// Gives idle blocks back to the system.
+void pool_release();
+PoolSizes pool_sizes();
+
+}  // namespace byteback
