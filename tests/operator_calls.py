@@ -11,6 +11,7 @@ from torch import Tensor
 
 from byteback import ops
 from byteback.ops import magnitude
+from byteback.ops.programs import Averaged
 
 CHANNELS = 6
 X = torch.randn(2, CHANNELS, 4, 5, generator=torch.Generator().manual_seed(0))
@@ -20,7 +21,7 @@ SINGLE, ONE = torch.full((), 2.0), torch.ones(1, 1, 1, 1)
 MASK = torch.randint(0, 64, (40, 1), generator=torch.Generator().manual_seed(3)).to(torch.uint8)
 W = torch.randint(-127, 128, (CHANNELS, CHANNELS, 1, 1), generator=torch.Generator().manual_seed(4)).to(torch.int8)
 FLAT = ((1, 1), (0, 0), (1, 1), 1)
-AVERAGE = magnitude.Average(0.3, 0.9, 0.1)
+AVERAGE = Averaged(0.3, 0.9, 0.1)
 
 
 def vector(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

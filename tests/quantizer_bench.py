@@ -8,6 +8,7 @@ import torch
 
 from byteback import Choice, ClipRule, TensorRule
 from byteback.quantize import (
+    Moment,
     Quantizer,
     Settings,
     register,
@@ -28,8 +29,9 @@ class Bench(NamedTuple):
     handle: int
     nonfinite: torch.Tensor
 
-    def __call__(self, x, iteration=0, **options):
-        return self.quantizer.quantize(x, self.handle, torch.tensor(iteration), self.nonfinite, **options)
+    def __call__(self, x, iteration=0, key=None, slot=0, remember=True):
+        moment = Moment(torch.tensor(iteration), slot, remember)
+        return self.quantizer.quantize(x, self.handle, moment, self.nonfinite, key)
 
 
 def bench(rule=None, channels=1, tracks=True, **options):

@@ -63,8 +63,7 @@ def taken(tree: ast.AST) -> Iterator[tuple[ast.Call, list[ast.expr]]]:
     imported = {
         alias.asname or alias.name: alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        and node.module in TAKERS
+        if isinstance(node, ast.ImportFrom) and node.module in TAKERS
         for alias in node.names
     }
     if imported:  # the files of ops/backends/cpu themselves

@@ -18,9 +18,6 @@ f32 magnitude(f32 end, const NormInput& in) {
 // Each of the three operations is rounded once: sqrt is an instruction (or libm's, which is as exact).
 f64 inverse_deviation(f64 var, f64 eps) { return 1.0 / std::sqrt(var + eps); }
 
-// The larger one; NaN if either is.
-f32 larger(f32 a, f32 b) { return a != a || a > b ? a : b; }
-
 }  // namespace
 
 void norm_coefficients(const NormInput& in, const NormOutput& out) {
@@ -55,7 +52,7 @@ void norm_steps(s64 channels, const f32* low, const f32* high, const f64* mean, 
     for (s64 c = 0; c < channels; ++c) {
         centre[c] = static_cast<f32>(mean[c]);
         const f32 reach = larger(std::fabs(low[c] - centre[c]), std::fabs(high[c] - centre[c]));
-        step[c] = is_live(reach) ? reach / static_cast<f32>(kMax) : 1.0f;
+        step[c] = scale_of(reach);
     }
 }
 

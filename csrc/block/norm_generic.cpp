@@ -15,8 +15,6 @@ namespace byteback::generic {
 
 namespace {
 
-constexpr f32 kLimit = kMax;
-
 template <class To, class From>
 To bits_as(From value) {
     static_assert(sizeof(To) == sizeof(From), "the same bits in another type");
@@ -69,26 +67,6 @@ f32 gated(Gate gate, bool bit, f32 g, f32 z) {
         }
         default: return g;
     }
-}
-
-f32 larger(f32 a, f32 b) { return b > a || std::isnan(b) ? b : a; }
-
-f32 clamped(f32 y) { return y < -kLimit ? -kLimit : y > kLimit ? kLimit : y; }
-
-f32 uniform(const Noise& noise, s64 channels, s64 row, s64 c) {
-    const u32 index = static_cast<u32>(row * ceil_div(channels, 2) + c / 2);
-    const u32 h = mix32((index * 0x9E3779B1u + noise.k0) ^ noise.k1);
-    return (static_cast<f32>(c % 2 ? h >> 16 : h & 0xFFFFu) + 0.5f) * (1.0f / 65536.0f);
-}
-
-// One int8, and its part in the report. u: the noise, or negative for rounding to nearest.
-s8 quantized(f32 value, f32 clip, f32 u, Report& seen) {
-    f32 y = clamped(value * inverse_scale(clip));
-    y = u < 0.0f ? std::nearbyint(y) : std::floor(y + u);
-    seen.saturated += is_live(clip) && std::fabs(value) > clip;
-    seen.nonfinite += !std::isfinite(value);
-    seen.peak = larger(seen.peak, std::fabs(value));
-    return is_live(clip) && !std::isnan(y) ? static_cast<s8>(y) : s8{0};
 }
 
 u16 to_bf16(f32 x) {
@@ -147,8 +125,7 @@ Report each_element(s64 rows, s64 channels, int threads, const Body& body) {
             for (s64 c = 0; c < channels; ++c) body(row, c, parts[thread]);
     });
     Report all{0, 0, 0.0f};
-    for (const Report& part : parts)
-        all = {all.saturated + part.saturated, all.nonfinite + part.nonfinite, larger(all.peak, part.peak)};
+    for (const Report& part : parts) all = joined(all, part);
     return all;
 }
 
@@ -156,17 +133,13 @@ Report each_element(s64 rows, s64 channels, int threads, const Body& body) {
 template <class Value>
 void ordered_sum(s64 rows, s64 channels, f64* sums, int threads, const Value& value) {
     const s64 count = ceil_div(rows, kStatisticsBlock);
-    s64 padded = 1;
-    while (padded < count) padded *= 2;
-    std::vector<f64> blocks(padded * channels, 0.0);
+    std::vector<f64> blocks((count ? count : 1) * channels, 0.0);
     parallel_for(threads, count * channels, [&](s64 item) {
-        const s64 first = item / channels * kStatisticsBlock;
-        f64 sum = -0.0;  // what addition leaves alone
-        for (s64 row = first; row < first + kStatisticsBlock; ++row) sum += row < rows ? value(row, item % channels) : 0.0;
-        blocks[item] = sum;
+        s64 row = item / channels * kStatisticsBlock;
+        const s64 left = rows - row, c = item % channels;
+        blocks[item] = sum_block(left < kStatisticsBlock ? left : kStatisticsBlock, [&] { return value(row++, c); });
     });
-    for (s64 half = padded / 2; half > 0; half /= 2)
-        for (s64 i = 0; i < half * channels; ++i) blocks[i] += blocks[i + half * channels];
+    add_tree(blocks.data(), count, channels, 0, channels);
     for (s64 c = 0; c < channels; ++c) sums[c] = blocks[c];
 }
 

@@ -57,15 +57,4 @@ struct Report {
     f32 peak;
 };
 
-constexpr f32 kTinyClip = 7.888609052210118e-31f;  // 2^-100: a clip below counts as 0, its integers are 0, its scale is 1
-constexpr s64 kStatisticsBlock = 64;               // rows that a float64 sum adds in order; blocks are added as a halving tree
-
-inline u32 mix32(u32 h) {
-    h ^= h >> 16;
-    h *= 0x85EBCA6Bu;
-    h ^= h >> 13;
-    h *= 0xC2B2AE35u;
-    return h ^ (h >> 16);
-}
-
 }  // namespace byteback

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantize and its statistics as a textbook would write them; src/byteback/ops/{reference,statistics,noise}.py in C++.
 //
-// A float64 sum of a channel adds the rows of each block of 64 one after the other, then the blocks as a halving tree
-// (block i with block i + n/2, n a power of two, missing blocks are 0). A sum over the tensor adds the channels by the same
-// tree. So everything here is made of blocks: `per_block` folds each, and the callers join them.
+// Statistics are made of blocks of 64 rows, as the contract adds them (contract.h): `per_block` makes a number of each, and the callers
+// join them.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -15,8 +14,6 @@
 namespace byteback::generic {
 
 namespace {
-
-constexpr f32 kLimit = kMax;
 
 // One element's place, walked in N, (D,) H, W, C order.
 struct Place {
@@ -34,75 +31,50 @@ struct Place {
     }
 };
 
-// Comparisons with NaN are false, so a NaN passes through as it is.
-f32 clamped(f32 y) { return y < -kLimit ? -kLimit : y > kLimit ? kLimit : y; }
-
-f32 larger(f32 a, f32 b) { return b > a || std::isnan(b) ? b : a; }
-
-// u of stochastic rounding, see Noise.
-f32 uniform(const Noise& noise, const Rows& rows, const Place& at) {
-    const u32 index = static_cast<u32>(at.row(rows) * ceil_div(rows.channels, 2) + at.c / 2);
-    const u32 h = mix32((index * 0x9E3779B1u + noise.k0) ^ noise.k1);
-    return (static_cast<f32>(at.c % 2 ? h >> 16 : h & 0xFFFFu) + 0.5f) * (1.0f / 65536.0f);
-}
-
-// fold(so far, place) over the rows of each block: block b of channel c at [b * channels + c].
-template <class T, class Fold>
-std::vector<T> per_block(const Rows& rows, T start, int threads, const Fold& fold) {
+// of_block(place of its first row, rows) for each block and channel: block b of channel c at [b * channels + c].
+template <class T, class OfBlock>
+std::vector<T> per_block(const Rows& rows, int threads, const OfBlock& of_block) {
     const s64 blocks = ceil_div(rows.count(), kStatisticsBlock);
     std::vector<T> result(blocks * rows.channels);
     parallel_for(threads, blocks * rows.channels, [&](s64 item) {
-        const s64 first = item / rows.channels * kStatisticsBlock;
-        const s64 last = first + kStatisticsBlock < rows.count() ? first + kStatisticsBlock : rows.count();
-        Place at = Place::of(rows, first, item % rows.channels);
-        T value = start;
-        for (s64 row = first; row < last; ++row, at.next_row(rows)) value = fold(value, at);
-        result[item] = value;
+        const s64 first = item / rows.channels * kStatisticsBlock, left = rows.count() - first;
+        result[item] = of_block(Place::of(rows, first, item % rows.channels), left < kStatisticsBlock ? left : kStatisticsBlock);
     });
     return result;
 }
 
-// Adds `count` vectors of `width` numbers as a halving tree.
-std::vector<f64> tree(std::vector<f64> values, s64 count, s64 width) {
-    s64 padded = 1;
-    while (padded < count) padded *= 2;
-    values.resize(padded * width, 0.0);
-    for (s64 half = padded / 2; half > 0; half /= 2)
-        for (s64 i = 0; i < half * width; ++i) values[i] += values[i + half * width];
-    values.resize(width);
-    return values;
+// The same by fold(so far, place) over the rows of a block.
+template <class T, class Fold>
+std::vector<T> folded_blocks(const Rows& rows, T start, int threads, const Fold& fold) {
+    return per_block<T>(rows, threads, [&](Place at, s64 count) {
+        T value = start;
+        for (s64 row = 0; row < count; ++row, at.next_row(rows)) value = fold(value, at);
+        return value;
+    });
 }
 
 // The contract's sum of product(place) for each channel.
 template <class Product>
 std::vector<f64> channel_sums(const Rows& rows, int threads, const Product& product) {
-    // -0 is what addition leaves alone (0 would turn a sum of -0 into +0).
-    auto blocks = per_block(rows, -0.0, threads, [&](f64 sum, const Place& at) { return sum + product(at); });
-    const s64 count = ceil_div(rows.count(), kStatisticsBlock);
-    if (rows.count() % kStatisticsBlock)  // the missing rows of the last block are +0
-        for (s64 c = 0; c < rows.channels; ++c) blocks[(count - 1) * rows.channels + c] += 0.0;
-    return tree(std::move(blocks), count, rows.channels);
+    auto blocks = per_block<f64>(rows, threads, [&](Place at, s64 count) {
+        return sum_block(count, [&] {
+            const f64 value = product(at);
+            at.next_row(rows);
+            return value;
+        });
+    });
+    add_tree(blocks.data(), ceil_div(rows.count(), kStatisticsBlock), rows.channels, 0, rows.channels);
+    blocks.resize(rows.channels, 0.0);
+    return blocks;
 }
 
 template <class Product>
 f64 tensor_sum(const Rows& rows, int threads, const Product& product) {
-    return tree(channel_sums(rows, threads, product), rows.channels, 1)[0];
+    return tree_sum(channel_sums(rows, threads, product).data(), rows.channels);
 }
-
-// x rounded to nearest under a clip, as a float: -0 and NaN stay what they are.
-f32 nearest(f32 x, f32 clip) { return is_live(clip) ? std::nearbyint(clamped(x * inverse_scale(clip))) : 0.0f; }
 
 // |x| in steps of a clip, before it is rounded.
-f32 scaled_size(f32 x, f32 clip) {
-    const f32 y = std::fabs(x) * inverse_scale(clip);
-    return !is_live(clip) ? 0.0f : y > kLimit ? kLimit : y;
-}
-
-// E[q²] of stochastic rounding: y = n + f becomes n + 1 with probability f, so it is n² + f (2n + 1), which float64 holds.
-f64 expected_square(f64 y) {
-    const f64 n = std::floor(y);
-    return n * n + (y - n) * (2.0 * n + 1.0);
-}
+f32 scaled_size(f32 x, f32 clip) { return is_live(clip) ? clamped(std::fabs(x) * inverse_scale(clip)) : 0.0f; }
 
 }  // namespace
 
@@ -112,24 +84,18 @@ Report quantize(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* 
         Report seen{0, 0, 0.0f};
         Place at = Place::of(rows, begin / rows.channels, begin % rows.channels);
         for (s64 item = begin; item < end; ++item, at.next(rows)) {
-            const f32 bound = clip.at(at.o, at.c), value = x[at.offset(rows)], magnitude = std::fabs(value);
-            f32 y = clamped(value * inverse_scale(bound));
-            y = noise.stochastic ? std::floor(y + uniform(noise, rows, at)) : std::nearbyint(y);
-            q[at.offset(rows)] = is_live(bound) && !std::isnan(y) ? static_cast<s8>(y) : s8{0};
-            seen.saturated += is_live(bound) && magnitude > bound;
-            seen.nonfinite += !std::isfinite(value);
-            seen.peak = larger(seen.peak, magnitude);
+            const f32 u = noise.stochastic ? uniform(noise, rows.channels, at.row(rows), at.c) : -1.0f;
+            q[at.offset(rows)] = quantized(x[at.offset(rows)], clip.at(at.o, at.c), u, seen);
         }
         parts[thread] = seen;
     });
     Report all{0, 0, 0.0f};
-    for (const Report& part : parts)
-        all = {all.saturated + part.saturated, all.nonfinite + part.nonfinite, larger(all.peak, part.peak)};
+    for (const Report& part : parts) all = joined(all, part);
     return all;
 }
 
 void absmax(const Rows& rows, const f32* x, f32* per_channel, int threads) {
-    const auto blocks = per_block(rows, 0.0f, threads, [&](f32 peak, const Place& at) {
+    const auto blocks = folded_blocks(rows, 0.0f, threads, [&](f32 peak, const Place& at) {
         return larger(peak, std::fabs(x[at.offset(rows)]));
     });
     for (s64 c = 0; c < rows.channels; ++c) per_channel[c] = 0.0f;
@@ -157,7 +123,7 @@ void moments(const Rows& rows, const f32* x, f32* peak, f64* sum, f64* squares, 
 }
 
 void tail_count(const Rows& rows, const f32* x, PerScale threshold, s64* counts, int threads) {
-    const auto blocks = per_block(rows, s64{0}, threads, [&](s64 count, const Place& at) {
+    const auto blocks = folded_blocks(rows, s64{0}, threads, [&](s64 count, const Place& at) {
         return count + (std::fabs(x[at.offset(rows)]) > threshold.at(at.o, at.c));
     });
     for (s64 c = 0; c < rows.channels; ++c) counts[c] = 0;
@@ -190,8 +156,7 @@ void cosine_terms(const Rows& rows, const f32* x, CandidateClips clips, bool sto
     const s64 C = rows.channels;
     std::vector<f64> sums(static_cast<size_t>(clips.count * 3 * C));
     channel_cosine_terms(rows, x, clips, stochastic, sums.data(), threads);
-    for (s64 i = 0; i < clips.count * 3; ++i)
-        terms[i] = tree({sums.begin() + i * C, sums.begin() + (i + 1) * C}, C, 1)[0];
+    for (s64 i = 0; i < clips.count * 3; ++i) terms[i] = tree_sum(sums.data() + i * C, C);
 }
 
 void cosine_slope_terms(const Rows& rows, const f32* x, f32 clip, f64* terms, int threads) {
@@ -215,8 +180,8 @@ void dot_terms(const Rows& rows, const f32* x, const s8* q, PerScale scale, f64*
         auto products = channel_sums(rows, threads, [&](const Place& at) { return value(at) * integer(at); });
         auto squares = channel_sums(rows, threads, [&](const Place& at) { return integer(at) * integer(at); });
         scale_dots(scale, rows.channels, products.data(), squares.data());
-        terms[0] = tree(std::move(products), rows.channels, 1)[0];
-        terms[1] = tree(std::move(squares), rows.channels, 1)[0];
+        terms[0] = tree_sum(products.data(), rows.channels);
+        terms[1] = tree_sum(squares.data(), rows.channels);
         return;
     }
     const auto rounded = [&](const Place& at) { return integer(at) * f64{scale.at(at.o, at.c)}; };

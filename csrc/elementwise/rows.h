@@ -4,9 +4,7 @@
 // In an anonymous namespace: each path compiles its own copy, or the linker could hand AVX2 code to a machine without it.
 #pragma once
 
-#include <limits>
-
-#include "core/elementwise.h"
+#include "contract.h"
 
 namespace byteback {
 
@@ -17,10 +15,6 @@ constexpr s64 kUnitWork = 1 << 13;   // elements of a unit of work, roughly
 constexpr s64 kPeriod = 1 << 10;     // elements of the rows that are taken together
 constexpr s64 kTile = 1 << 11;       // channels of a tile
 
-// False for NaN as well.
-inline bool is_live(f32 clip) { return clip >= kTinyClip && clip < std::numeric_limits<f32>::infinity(); }
-
-inline f32 inverse_scale(f32 clip) { return static_cast<f32>(kMax) / (is_live(clip) ? clip : 1.0f); }
 
 // dot_terms where a channel has one scale: it is taken out of the sums of x·q and q·q.
 inline void scale_dots(PerScale scale, s64 channels, f64* products, f64* squares) {

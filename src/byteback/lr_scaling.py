@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from byteback.convert import int8_layers
 from byteback.nn import Int8Layer, ranks
+from byteback.nn.layer import factors
 from byteback.nn.undo import Watch, drop_step, end_step
 from byteback.nn.weights import refuse_training
 
@@ -38,7 +39,7 @@ class LearningRateScaling:
         self.skipped = 0
         self._optimizer = weakref.ref(optimizer)  # the optimizer holds us by its hooks; it must be free to go
         self._process_group = process_group
-        self._before: list[tuple[list[Int8Layer], Tensor, float | None]] = []
+        self._before: list[tuple[list[Int8Layer], Tensor, Any]] = []
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._pre_step),
             optimizer.register_step_post_hook(self._post_step),
@@ -89,15 +90,18 @@ class LearningRateScaling:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself
         if closure is None:
             self._judge_gradients(optimizer)
-        self._before = []
-        for owners in self._by_weight():
-            weight = owners[0].weight
-            if weight.grad is None and (closure is None or not weight.requires_grad):
-                continue
-            # With a closure the gradients, and so the factors, come only during the step.
-            factor = None if closure is not None else _factor(owners)
-            if factor != 1.0:
-                self._before.append((owners, _shard(weight).clone(), factor))
+        stepped = [
+            owners
+            for owners in self._by_weight()
+            if owners[0].weight.grad is not None or (closure is not None and owners[0].weight.requires_grad)
+        ]
+        # With a closure the gradients, and so the factors, come only during the step.
+        known = [None] * len(stepped) if closure is not None else _factors(stepped)
+        self._before = [
+            (owners, _shard(owners[0].weight).clone(), factor)
+            for owners, factor in zip(stepped, known, strict=True)
+            if not _is_one(factor)
+        ]
         if closure is None:
             return None
 
@@ -112,18 +116,21 @@ class LearningRateScaling:
 
     @torch.no_grad()
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        weights, before, factors = [], [], []
+        late = _factors([owners for owners, _, factor in self._before if factor is None])
+        weights, before, shorter = [], [], []
         for owners, weight, known in self._before:
-            factor = _factor(owners) if known is None else known
-            if factor != 1.0:
+            factor = late.pop(0) if known is None else known
+            if not _is_one(factor):
                 weights.append(_shard(owners[0].weight))
                 before.append(weight)
-                factors.append(factor)
+                shorter.append(factor)
         self._before = []
         if weights:
             torch._foreach_sub_(weights, before)
-            torch._foreach_mul_(weights, factors)
+            torch._foreach_mul_(weights, shorter)
             torch._foreach_add_(weights, before)
+        for layer in self.layers.values():
+            layer.quantizers.stepped = True
         if self.layers:
             torch._foreach_add_([layer.quantizers.iteration for layer in self.layers.values()], 1)
         end_step(self.model)
@@ -174,8 +181,21 @@ def _int8_modules(model: nn.Module) -> list[Int8Layer]:
     return found
 
 
-def _factor(owners: list[Int8Layer]) -> float:
-    return min(layer.learning_rate_factor() for layer in owners)
+def _factors(groups: list[list[Int8Layer]]) -> list[Any]:
+    """The smallest factor of each group of layers, those that share a weight: numbers, or tensors where a look costs time."""
+    found = iter(factors([layer for owners in groups for layer in owners]))
+    own = [[next(found) for _ in owners] for owners in groups]
+    if any(isinstance(factor, Tensor) for row in own for factor in row):
+        return [
+            torch.stack([torch.as_tensor(f, dtype=torch.float64, device=o[0].weight.device) for f in row]).amin()
+            for o, row in zip(groups, own, strict=True)
+        ]
+    return [min(row) for row in own]
+
+
+def _is_one(factor: Any) -> bool:
+    """Whether a step is taken as it is; a factor that is a tensor is not looked at."""
+    return not isinstance(factor, Tensor) and factor == 1.0
 
 
 def _shard(weight: Tensor) -> Tensor:

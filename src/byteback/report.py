@@ -16,7 +16,8 @@ from byteback import ops, tables
 from byteback.bind import BLOCK_REASON, BLOCK_TEXT
 from byteback.convert import FLOAT_REASON, int8_layers
 from byteback.nn import Int8Layer
-from byteback.quantize import CLIP, DEVIATION, GAUSSIAN, SATURATED, WORST_CHANNEL, Memory, Quantizer, deviation_of
+from byteback.ops.quantizer import OWN as GAUSSIAN
+from byteback.quantize import CLIP, DEVIATION, SATURATED, WORST_CHANNEL, Memory, Quantizer, deviation_of
 from byteback.recipes import MagnitudeAware
 
 _PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -198,6 +199,7 @@ def _weight_health(name: str, layer: Int8Layer) -> RoleHealth:
     """Weights have no memory, so theirs is measured now."""
     weight, settings = layer.weight.detach(), layer.quantizers.settings["weight"]
     clip = settings.rule.clip.choose(weight, settings.axis(), Memory(weight.new_zeros(1), False, 0, 0)).clip
+    assert clip is not None, "a rule that looks at a tensor gives its clip"
     values, scale, counts, _ = ops.quantize(weight, clip)
     finite = not int(counts[1])
     deviation = deviation_of(*ops.dot_terms(weight, values, scale).tolist()) if finite else math.nan

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops import ledger
-from byteback.ops.magnitude import Average, float_pair, gradient_clips, gradient_pair, magnitude_clips
+from byteback.ops.backends import paths
+from byteback.ops.backends.cpu import quantizer as cpu
+from byteback.ops.backends.reference import quantizer as reference
+from byteback.ops.magnitude import float_pair, gradient_clips, gradient_pair, magnitude_clips
+from byteback.ops.programs import Averaged
+from byteback.ops.quantizer import State
 from fuzz.fields import YES, Case, Choice, Number, channels
 from fuzz.harness import Check, Kind
 from fuzz.kind_backward import GRADIENT, Gradient
@@ -19,7 +23,7 @@ from fuzz.kind_quantize import SHAPE, bias_shape, shape_of
 from fuzz.operands import FLOATS, KEYS, LAYOUTS, VECTOR_LAYOUTS, floats, key_of, laid_out, magnitudes
 from oracles import clips, quantize, statistics
 
-RULE = Average(0.3, 1.0 - 0.8, 0.8)
+RULE = Averaged(0.3, 1.0 - 0.8, 0.8)
 
 
 class Before:
@@ -103,12 +107,14 @@ def _build_ledger(case: Case, rng: np.random.Generator) -> Check:
     clip = laid_out(magnitudes([sizes[case["clips"]]], case["clip"], rng), case["clip_layout"])
     remember = {"none": None, "same": clip}.get(case["remember"], magnitudes([count], "ordinary", rng))
     shares = [float("nan") if rng.random() < 0.3 else float(np.float32(rng.random())) for _ in range(3)]
-    entry = ledger.Entry(clip, remember, case["searched"], int(rng.integers(0, 2**40)), *shares, case["momentum"])
+    *seen, own = shares
+    entry = reference.Entry(clip, remember, case["searched"], int(rng.integers(0, 2**40)), *seen, (own,), case["momentum"])
 
     def call() -> Any:
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         untouched = {"nonfinite": torch.zeros(slots), "unshared": torch.zeros(slots, 5, dtype=torch.float64)}
-        ledger.write(ledger.Buffers(**{"tracked": None, **copies, **untouched}), slot, entry)
+        steps = reference.STEPS if paths.number() is None else cpu.STEPS
+        steps.write(State(**{"tracked": None, **copies, **untouched}), slot, entry)
         return [copies[name] for name in sorted(copies)]
 
     expected = clips.ledger({name: buffer.numpy() for name, buffer in buffers.items()}, slot, entry)

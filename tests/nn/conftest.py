@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from byteback import ops
-from byteback.quantize import quantize_fresh
+from byteback.quantize import Moment, quantize_fresh
 
 FLOAT32, FLOAT64 = 2.0**-22, 2.0**-45
 
@@ -52,8 +52,9 @@ def _oracle(layer, x, grad_output):
         mode = {"zeros": "constant"}.get(layer.padding_mode, layer.padding_mode)
         padded = F.pad(leaf, layer._reversed_padding_repeated_twice, mode=mode)
         shape = None
+    moment = Moment(numerics.iteration, 0, True)
     with torch.no_grad():
-        x_q = numerics.input.quantize(padded, numerics.handles["input"], numerics.iteration, numerics.nonfinite)
+        x_q = numerics.input.quantize(padded, numerics.handles["input"], moment, numerics.nonfinite)
         w_q = quantize_fresh(layer.weight, numerics.handles["weight"], numerics.iteration)
         key = ops.noise_key(numerics.seed, numerics.layer, numerics.count)
         copies = []
@@ -63,9 +64,7 @@ def _oracle(layer, x, grad_output):
                 copies.append(copies[0])
                 continue
             noise = key if numerics.settings[field].rule.rounding == "stochastic" else None
-            copies.append(
-                quantizer.quantize(grad_output, numerics.handles[field], numerics.iteration, numerics.nonfinite, noise)
-            )
+            copies.append(quantizer.quantize(grad_output, numerics.handles[field], moment, numerics.nonfinite, noise))
         if layer.shares_gradient():
             copies[0] = copies[1]
     operands = [q.values.double() * q.scale.double() for q in (x_q, w_q, *copies)]

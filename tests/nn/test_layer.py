@@ -319,7 +319,7 @@ def test_no_warning_for_recipes_that_need_no_hook_in_eval_or_when_hooked():
         model = two_layers(recipe).train(training)
         for layer in model[1:]:
             layer.hooked = hooked
-            layer.quantizers.iteration.fill_(20)
+            layer.quantizers.backwards, layer.quantizers.stepped = 30, hooked
         assert words(lambda model=model: train(model, 1)) == []
 
 
@@ -327,7 +327,7 @@ def test_hook_that_never_sees_a_step_is_worth_a_warning():
     model = two_layers("unified-int8")
     for layer in model[1:]:
         layer.hooked = True
-        layer.quantizers.count.fill_(19)  # two periods
+        layer.quantizers.backwards = 19  # two periods
     said = words(lambda: train(model, 4))
     assert len(said) == 1 and "no optimizer step was seen in 20 backward passes" in said[0]
 

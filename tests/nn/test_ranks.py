@@ -12,7 +12,7 @@ import torch
 
 from byteback import Int8Conv2d, TensorRule
 from byteback.nn import ranks
-from byteback.ops.ledger import DEVIATION, MEASURED, NONFINITE
+from byteback.ops.quantizer import DEVIATION, MEASURED, NONFINITE
 from byteback.quantize import deviation_of
 from byteback.recipes import PlainInt8, UnifiedInt8
 

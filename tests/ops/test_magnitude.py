@@ -9,9 +9,10 @@ import torch
 import byteback
 from byteback import ops
 from byteback.ops.backends import paths
-from byteback.ops.magnitude import Average, Clips, Paired, gradient_clips, gradient_pair, magnitude_clips
+from byteback.ops.magnitude import Clips, Paired, gradient_clips, gradient_pair, magnitude_clips
+from byteback.ops.programs import Averaged
 
-RULE = Average(0.3, 1.0 - 0.8, 0.8)
+RULE = Averaged(0.3, 1.0 - 0.8, 0.8)
 
 
 def gradient(channels: int, rows: int = 50) -> torch.Tensor:

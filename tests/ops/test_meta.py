@@ -11,7 +11,7 @@ from torch import Tensor
 
 from byteback.ops import Into, conv_normalize, normalize, pooling
 from byteback.ops.types import Window
-from operator_calls import CALLS, FLAT, ONE, Q, SINGLE, W, X, vector
+from operator_calls import CALLS, FLAT, ONE, SINGLE, Q, W, X, vector
 
 OWN_STATE = {"magnitude_clips", "gradient_pair"}  # they answer with Python numbers
 
@@ -53,7 +53,7 @@ def test_pools_keep_their_shapes() -> None:
     x = X.to("meta")
     y, taps = pooling.max_pool(x, window)
     assert described((y, taps)) == described(pooling.max_pool(X, window))
-    assert described(pooling.max_pool_grad(y, taps, x.shape, window)) == described(torch.empty_like(x).contiguous(
-        memory_format=torch.channels_last
-    ))
+    assert described(pooling.max_pool_grad(y, taps, x.shape, window)) == described(
+        torch.empty_like(x).contiguous(memory_format=torch.channels_last)
+    )
     assert not pooling.has_max_pool(x, window) and pooling.take_pixels(x, (2, 2)) is None

@@ -56,7 +56,7 @@ def ledger(buffers: dict[str, np.ndarray], slot: int, entry: Any) -> dict[str, n
         made["initialized"][slot] = 1
     if entry.searched:
         made["updated_at"][slot] = entry.iteration
-    for place, value in enumerate((entry.saturated, entry.deviation, entry.gaussian)):
+    for place, value in enumerate((entry.saturated, entry.deviation, *entry.own)):
         if not np.isnan(value):
             made["observed"][slot, place] = value
     clip = entry.clip.numpy()

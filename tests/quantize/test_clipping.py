@@ -20,7 +20,7 @@ def test_max_abs(axis, clip):
     x = torch.tensor([[[1.0, -3.0], [2.0, 0.5]], [[0.0, 1.0], [-4.0, 3.0]]])
     choice = MaxAbs().choose(x, axis, NOTHING)
     assert choice.clip.tolist() == clip and choice.remember.tolist() == clip
-    assert not choice.searched and choice.gaussian_share is None
+    assert not choice.searched and choice.diagnostics == ()
 
 
 def test_max_abs_of_nan_is_nan():

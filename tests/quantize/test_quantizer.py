@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from byteback import DirectionSensitive, MagnitudeAware, MaxAbs, TensorRule
+from byteback.ops.quantizer import OWN
 from byteback.quantize import (
     CALL_SLOTS,
     CLIP,
     DEVIATION,
-    GAUSSIAN,
     SATURATED,
     WORST_CHANNEL,
     Quantizer,
@@ -44,7 +44,7 @@ def test_fixed_shape_buffers_from_the_start():
     assert shapes["clip"] == ((CALL_SLOTS, 5), torch.float32)
     assert shapes["tracked"] == ((CALL_SLOTS, 5), torch.float32)
     assert shapes["updated_at"] == ((CALL_SLOTS,), torch.int64)
-    assert shapes["observed"] == ((CALL_SLOTS, max(SATURATED, DEVIATION, GAUSSIAN, CLIP, WORST_CHANNEL) + 1), torch.float32)
+    assert shapes["observed"] == ((CALL_SLOTS, max(SATURATED, DEVIATION, OWN, CLIP, WORST_CHANNEL) + 1), torch.float32)
     assert CALL_SLOTS == 8
     assert "tracked" not in Quantizer(5, tracks=False).state_dict()
 
@@ -193,7 +193,7 @@ def test_gaussian_share_is_written_down():
     x = torch.full((40, 2), 0.01)
     x[3, 0] = 1.0  # channel 0: inverted T; channel 1: equal values, all above their zero deviation: Gaussian branch
     step(x)
-    assert step.quantizer.observed[0, GAUSSIAN].item() == 0.5
+    assert step.quantizer.observed[0, OWN].item() == 0.5
 
 
 def test_empty_tensor_touches_nothing():

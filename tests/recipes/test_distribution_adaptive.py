@@ -41,7 +41,7 @@ def test_tail_share_and_class(name, share, gaussian):
     x = sample(name).reshape(1, 1, -1)
     assert (ops.tail_count(x, x.std(correction=0).reshape(1, 1, 1)).item() / x.numel()) == pytest.approx(share, abs=0.007)
     choice = MagnitudeAware().choose(x, -1, after(0.5))
-    assert choice.gaussian_share == float(gaussian)
+    assert choice.diagnostics[0] == float(gaussian)
     peak = x.abs().max().item()
     assert choice.clip.item() == pytest.approx(peak if gaussian else 0.2 * 0.5 + 0.8 * peak, rel=1e-6)
 
@@ -53,7 +53,7 @@ def test_each_channel_is_classified_for_itself():
     expected = torch.stack([peaks[0], 0.2 + 0.8 * peaks[1], peaks[2], 0.2 + 0.8 * peaks[3]])
     assert choice.clip.shape == (1, 4, 1)
     assert torch.allclose(choice.clip.flatten(), expected, rtol=1e-6)
-    assert choice.gaussian_share == 0.5
+    assert choice.diagnostics[0] == 0.5
 
 
 def test_four_elements_by_hand():
@@ -61,19 +61,19 @@ def test_four_elements_by_hand():
     # |g| > σ for one of four: 0.25 <= 0.3, so inverted T: clip = 0.2 * 1 + 0.8 * 3 = 2.6
     g = torch.tensor([[3.0], [1.0], [-1.0], [-1.0]])
     choice = MagnitudeAware().choose(g, 1, after(1.0))
-    assert choice.gaussian_share == 0.0 and choice.clip.item() == pytest.approx(2.6, rel=1e-6)
+    assert choice.diagnostics[0] == 0.0 and choice.clip.item() == pytest.approx(2.6, rel=1e-6)
     # σ is about the mean. g = (3, 1.75, -1, -1): mean 0.6875, mean square 3.515625, σ² = 3.042969,
     # σ = 1.7444 < 1.75 (about zero it would be 1.875): two of four, 0.5 > 0.3, Gaussian: clip = 3.
     g = torch.tensor([[3.0], [1.75], [-1.0], [-1.0]])
     choice = MagnitudeAware().choose(g, 1, after(1.0))
-    assert choice.gaussian_share == 1.0 and choice.clip.item() == 3.0
+    assert choice.diagnostics[0] == 1.0 and choice.clip.item() == 3.0
 
 
 def test_share_equal_to_the_threshold_is_inverted_t():
     # P(|g| > σ) = 0.25 exactly; "> λ" is Gaussian, "<= λ" is not (spec B4).
     g = torch.tensor([[3.0], [1.0], [-1.0], [-1.0]])
-    assert MagnitudeAware(threshold=0.25).choose(g, 1, first()).gaussian_share == 0.0
-    assert MagnitudeAware(threshold=0.2499).choose(g, 1, first()).gaussian_share == 1.0
+    assert MagnitudeAware(threshold=0.25).choose(g, 1, first()).diagnostics[0] == 0.0
+    assert MagnitudeAware(threshold=0.2499).choose(g, 1, first()).diagnostics[0] == 1.0
 
 
 def test_global_statistics_are_those_of_the_whole_tensor():
@@ -109,7 +109,7 @@ def test_average_with_other_constants():
 
 def test_first_gradient_gives_its_maximum():
     choice = MagnitudeAware().choose(inverted_t(2.0), 1, first())
-    assert choice.clip.item() == 2.0 and choice.remember.item() == 2.0 and choice.gaussian_share == 0.0
+    assert choice.clip.item() == 2.0 and choice.remember.item() == 2.0 and choice.diagnostics[0] == 0.0
 
 
 def test_gaussian_channel_hands_its_maximum_on():

@@ -5,6 +5,7 @@ Spec A5, A6 and the values of part D. Four-element tensors carry their arithmeti
 can fail by chance.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -273,7 +274,7 @@ def test_between_searches_each_channel_follows_its_own_maximum():
     x = sample("gauss") * torch.tensor([1.0, 1e-3, 50.0, 0.0]).reshape(1, 4, 1)
     held = Memory(torch.tensor([0.5, 9.0, 9.0, 9.0, 9.0]), True, 0, 3, True)
     assert torch.equal(DirectionSensitive().choose(x, 1, held).clip.flatten(), x.abs().amax(dim=(0, 2)) * 0.5)
-    assert DirectionSensitive().ratio(held) == 0.5
+    assert DirectionSensitive().held(dataclasses.replace(held, axis=1)).ratio == 0.5
     assert DirectionSensitive(hold="clip").choose(x, 1, held).clip.flatten().tolist() == [9.0] * 4
 
 
@@ -359,7 +360,8 @@ def run_of(rule, gradients):
     for iteration, g in enumerate(gradients):
         now = Memory(held.clip, held.initialized, held.updated_at, iteration)
         choice = rule.choose(g, -1, now)
-        choice = rule.corrected(choice, g.abs().max(), now) or choice
+        if not choice.searched:
+            choice = rule.refit(choice, g.abs().max().item(), now) or choice
         choices.append(choice)
         if choice.remember is not None:
             updated_at = iteration if choice.searched else held.updated_at
@@ -441,10 +443,10 @@ def test_a_held_clip_that_leaves_the_band_becomes_the_ratio_of_the_maximum(peak,
     held = memory(1.0, True, updated_at=0, iteration=1, ratio=0.5)
     rule = DirectionSensitive(band=1.25)
     choice = rule.choose(sample("gauss"), -1, held)
-    other = rule.corrected(choice, torch.tensor(peak), held)
+    other = rule.refit(choice, peak, held)
     assert (other or choice).clip.item() == pytest.approx(clip) and (other is None) == (clip == 1.0)
     assert other is None or other.remember.tolist() == pytest.approx([0.5, clip])
-    assert DirectionSensitive(hold="clip").corrected(choice, torch.tensor(peak), held) is None
+    assert DirectionSensitive(hold="clip").refit(choice, peak, held) is None
 
 
 def test_a_clip_just_searched_is_never_stale():

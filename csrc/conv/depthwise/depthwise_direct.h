@@ -6,16 +6,14 @@
 // The three taps of a row: two products fit int16 together (2 * 127 * 127 = 32258), and one vpmaddwd multiplies the third and
 // adds the sum of the two, (x2, x0 w0 + x1 w1) · (w2, 1), into int32.
 //
-// For depthwise_avx2.cpp only: it holds AVX2 code, so everything is in an anonymous namespace.
+// For depthwise.h only. Compiled once per path, behind its vectors.
 #pragma once
 
 #include "conv/depthwise/depthwise_pairs.h"
 #include "block/epilogue.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
-
-constexpr s64 kLane = 16;  // channels that are taken together: a cache line of results
 
 // A 3x3 correlation of planes: destination (i, j) meets sources (i * stride - before + r, j * stride - before + s).
 struct Direct {
@@ -27,54 +25,14 @@ struct Direct {
 // Asked of what is a stencil already.
 bool is_direct(const ConvShape& s) { return s.kernel[1] == 3 && s.in_channels % kLane == 0; }
 
-constexpr s64 kRowTaps = 4 * kLane;  // int16 values that a row of taps takes for 16 channels
-
-// [block of 16 channels][row of taps][w0, w1, low (w2, 1), high (w2, 1)]
+// [block of 16 channels][row of taps][kRowTaps]
 void pack_direct(s64 channels, bool flipped, const s8* w, s16* packed) {
-    const __m256i ones = _mm256_set1_epi16(1);
     for (s64 block = 0; block < channels; block += kLane)
         for (s64 r = 0; r < 3; ++r, packed += kRowTaps) {
             for (s64 c = 0; c < kLane; ++c)
                 for (s64 t = 0; t < 3; ++t) packed[t * kLane + c] = w[(block + c) * 9 + (flipped ? 8 - 3 * r - t : 3 * r + t)];
-            const __m256i third = load(packed + 2 * kLane);
-            store(packed + 2 * kLane, _mm256_unpacklo_epi16(third, ones));
-            store(packed + 3 * kLane, _mm256_unpackhi_epi16(third, ones));
+            pack_row_taps(packed);
         }
-}
-
-// The sums of 16 channels, eight and eight, as floats.
-template <bool Stream>
-[[gnu::always_inline]] inline void write_lane(__m256i first, __m256i second, const f32* factors, f32* out) {
-    const __m256 y[2] = {_mm256_mul_ps(_mm256_cvtepi32_ps(first), _mm256_load_ps(factors)),
-                         _mm256_mul_ps(_mm256_cvtepi32_ps(second), _mm256_load_ps(factors + 8))};
-    for (int i = 0; i < 2; ++i) Stream ? _mm256_stream_ps(out + 8 * i, y[i]) : _mm256_storeu_ps(out + 8 * i, y[i]);
-}
-
-// Sums of 16 channels in int32. Unpacking works within halves: low has channels 0..3 and 8..11.
-struct Wide {
-    __m256i low, high;
-
-    // A row of taps, its weights as packed.
-    [[gnu::always_inline]] void set_row(__m256i x0, __m256i x1, __m256i x2, const s16* w) {
-        const __m256i two = _mm256_add_epi16(_mm256_mullo_epi16(x0, load(w)), _mm256_mullo_epi16(x1, load(w + kLane)));
-        low = _mm256_madd_epi16(_mm256_unpacklo_epi16(x2, two), load(w + 2 * kLane));
-        high = _mm256_madd_epi16(_mm256_unpackhi_epi16(x2, two), load(w + 3 * kLane));
-    }
-    [[gnu::always_inline]] void add_row(__m256i x0, __m256i x1, __m256i x2, const s16* w) {
-        Wide more;
-        more.set_row(x0, x1, x2, w);
-        low = _mm256_add_epi32(low, more.low);
-        high = _mm256_add_epi32(high, more.high);
-    }
-
-    template <bool Stream>
-    void write(const f32* factors, f32* out) const {
-        write_lane<Stream>(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31), factors, out);
-    }
-};
-
-[[gnu::always_inline]] inline __m256i widen_bytes(const s8* p) {
-    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
 // One pixel, anywhere: from[t] points at the source of tap t, or at zeros.
@@ -82,8 +40,8 @@ template <bool Stream>
 void direct_pixel(const s8* const (&from)[9], const s16* weights, const f32* factors, f32* out, s64 channels) {
     for (s64 c = 0; c < channels; c += kLane, weights += 3 * kRowTaps) {
         Wide sum;
-        unroll<3>([&](auto r) BYTEBACK_INLINE {
-            const auto x = [&](int t) BYTEBACK_INLINE { return widen_bytes(from[3 * r + t] + c); };
+        unroll<3>([&](auto r) BYTEBACK_ALWAYS {
+            const auto x = [&](int t) BYTEBACK_ALWAYS { return widen_bytes(from[3 * r + t] + c); };
             if constexpr (r == 0) sum.set_row(x(0), x(1), x(2), weights);
             else sum.add_row(x(0), x(1), x(2), weights + r * kRowTaps);
         });
@@ -97,10 +55,10 @@ void direct_two(const s8* const (&row)[Stride + 3], const s16* weights, const f3
                 s64 channels) {
     for (s64 c = 0; c < channels; c += kLane, weights += 3 * kRowTaps) {
         Wide sum[2];
-        unroll<Stride + 3>([&](auto r) BYTEBACK_INLINE {
+        unroll<Stride + 3>([&](auto r) BYTEBACK_ALWAYS {
             const s8* at = row[r] + c;
-            const __m256i x0 = widen_bytes(at), x1 = widen_bytes(at + channels), x2 = widen_bytes(at + 2 * channels);
-            unroll<2>([&](auto k) BYTEBACK_INLINE {
+            const V x0 = widen_bytes(at), x1 = widen_bytes(at + channels), x2 = widen_bytes(at + 2 * channels);
+            unroll<2>([&](auto k) BYTEBACK_ALWAYS {
                 constexpr int t = r - k * Stride;
                 if constexpr (t == 0) sum[k].set_row(x0, x1, x2, weights);
                 if constexpr (t == 1 || t == 2) sum[k].add_row(x0, x1, x2, weights + t * kRowTaps);
@@ -137,7 +95,7 @@ public:
             }
             pair(frame, at % per_frame * 2);
         }
-        if (Stream) _mm_sfence();
+        if (Stream) end_streams();
     }
 
 private:
@@ -212,4 +170,4 @@ void direct(const Direct& p, const s8* source, const s8* w, Factor factor, f32* 
 }
 
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

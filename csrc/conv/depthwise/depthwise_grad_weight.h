@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Depthwise grad_weight: row pairs of g and of x, one accumulator per tap.
 //
-// For depthwise_avx2.cpp only: it holds AVX2 code, so everything is in an anonymous namespace.
+// For depthwise.h only. Compiled once per path, behind its vectors.
 #pragma once
 
 #include "conv/depthwise/depthwise_pairs.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
 // A unit of work is two output rows, or a piece of them. int32 sums are laid out [block][tap][8 channels].
@@ -28,24 +28,24 @@ struct GradWeightPlan {
 // sum[r][c] += Σ_column g[column] * x[r][column * stride + c * dilation], the sums of a row of taps lying `sum_stride` apart.
 template <int Rows, int Columns>
 void accumulate(const s16* g, const s16* const* x, s64 columns, s64 stride, s64 dilation, s32* sums, s64 sum_stride) {
-    __m256i sum[Rows][Columns];
+    V sum[Rows][Columns];
     const s16* from[Rows];
-    unroll<Rows>([&](auto r) BYTEBACK_INLINE { from[r] = x[r]; });
-    unroll<Rows>([&](auto r) BYTEBACK_INLINE {
-        unroll<Columns>([&](auto c) BYTEBACK_INLINE { sum[r][c] = load(sums + r * sum_stride + c * kBlock); });
+    unroll<Rows>([&](auto r) BYTEBACK_ALWAYS { from[r] = x[r]; });
+    unroll<Rows>([&](auto r) BYTEBACK_ALWAYS {
+        unroll<Columns>([&](auto c) BYTEBACK_ALWAYS { sum[r][c] = load(sums + r * sum_stride + c * kBlock); });
     });
     for (s64 column = 0; column < columns; ++column) {
-        const __m256i gv = load(g + column * kCell);
-        unroll<Rows>([&](auto r) BYTEBACK_INLINE {
-            unroll<Columns>([&](auto c) BYTEBACK_INLINE {
-                const __m256i xv = load(from[r] + c * dilation * kCell);
+        const V gv = load(g + column * kCell);
+        unroll<Rows>([&](auto r) BYTEBACK_ALWAYS {
+            unroll<Columns>([&](auto c) BYTEBACK_ALWAYS {
+                const V xv = load(from[r] + c * dilation * kCell);
                 sum[r][c] = multiply_add(sum[r][c], gv, xv);
             });
             from[r] += stride * kCell;
         });
     }
-    unroll<Rows>([&](auto r) BYTEBACK_INLINE {
-        unroll<Columns>([&](auto c) BYTEBACK_INLINE { store(sums + r * sum_stride + c * kBlock, sum[r][c]); });
+    unroll<Rows>([&](auto r) BYTEBACK_ALWAYS {
+        unroll<Columns>([&](auto c) BYTEBACK_ALWAYS { store(sums + r * sum_stride + c * kBlock, sum[r][c]); });
     });
 }
 
@@ -205,4 +205,4 @@ void write_grad_weight(const ConvShape& s, const std::vector<Part>& parts, Facto
 }
 
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

@@ -1,25 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Depthwise kernels: what they share, and row pairs (see depthwise_avx2.cpp).
+// Depthwise kernels: what they share, and row pairs (see depthwise.h).
 //
-// For depthwise_avx2.cpp only: it holds AVX2 code, so everything is in an anonymous namespace.
+// For depthwise.h only. Compiled once per path, behind its vectors.
 #pragma once
-
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
 
-#include "core/avx2.h"
 #include "block/epilogue.h"
 #include "core/parallel.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
-constexpr s64 kBlock = 8;             // channels in a vector of int32
-constexpr s64 kCell = 2 * kBlock;     // int16 values of one column of a row pair in one block
 constexpr s64 kTileBlocks = 32;       // blocks whose row pairs are made and used together: many, for reads that stream
 
 // Results from here on bypass the cache: no line is read only to be overwritten. Measured: 1.2 to 2.5x on 19 to 77 MB, a loss
@@ -37,31 +32,7 @@ template <int N, class F>
     unroll_over(f, std::make_integer_sequence<int, N>{});
 }
 
-#define BYTEBACK_INLINE __attribute__((always_inline))
-
-__m256i load(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
-void store(void* p, __m256i v) { _mm256_store_si256(static_cast<__m256i*>(p), v); }
-
-// sum + x · w over pairs. Left to itself gcc reorders the additions, then loads twice and spills: twice as slow.
-[[gnu::always_inline]] inline __m256i multiply_add(__m256i sum, __m256i x, __m256i w) {
-    __m256i product;
-    asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "xm"(w), "x"(x));
-    return sum;
-}
-
-[[gnu::always_inline]] inline __m256i multiply(__m256i x, __m256i w) {
-    __m256i product;
-    asm("vpmaddwd %1, %2, %0" : "=x"(product) : "xm"(w), "x"(x));
-    return product;
-}
-
-// 16 bytes of which `count` may be read, the others zero.
-__m128i load_bytes(const s8* p, s64 count) {
-    if (count >= 16) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    alignas(16) s8 bytes[16] = {};
-    std::memcpy(bytes, p, static_cast<size_t>(count));
-    return _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
-}
+#define BYTEBACK_ALWAYS __attribute__((always_inline))
 
 // Parts of one allocation, each aligned to 64 bytes.
 class Carver {
@@ -124,28 +95,22 @@ Row existing(const Span& span, const s8* row, s64 block) {
 void pack_whole(Row a, Row b, s64 columns, s64 blocks, s64 block_size, s16* cells) {
     for (s64 i = 0; i < columns; ++i) {
         for (s64 block = 0; block < blocks; block += 2) {
-            const __m128i va = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a.at + i * a.step + block * a.block));
-            const __m128i vb = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b.at + i * b.step + block * b.block));
             s16* to = cells + block * block_size + i * kCell;
-            store(to, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(va, vb)));
-            store(to + block_size, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(va, vb)));
+            pair_two_blocks(a.at + i * a.step + block * a.block, b.at + i * b.step + block * b.block, to, to + block_size);
         }
     }
 }
 
 // One block, of which only `count` channels exist.
 void pack_few(Row a, Row b, s64 columns, s64 count, s16* cells) {
-    for (s64 i = 0; i < columns; ++i) {
-        const __m128i pairs = _mm_unpacklo_epi8(load_bytes(a.at + i * a.step, count), load_bytes(b.at + i * b.step, count));
-        store(cells + i * kCell, _mm256_cvtepi8_epi16(pairs));
-    }
+    for (s64 i = 0; i < columns; ++i) pair_some(a.at + i * a.step, b.at + i * b.step, count, cells + i * kCell);
 }
 
 // Mostly one cell or none: gcc would call memset for the loop.
 void zero_cells(s16* begin, s16* end) {
     if (begin == end) return;
-    store(begin, _mm256_setzero_si256());
-    for (begin += kCell; begin < end; begin += kCell) store(begin, _mm256_setzero_si256());
+    store(begin, zero());
+    for (begin += kCell; begin < end; begin += kCell) store(begin, zero());
 }
 
 // Blocks [first, last) of the pair of rows a and b, each null where it is padding.
@@ -165,4 +130,4 @@ void pack_pair(const Span& span, const s8* a, const s8* b, s64 first, s64 last, 
 }
 
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

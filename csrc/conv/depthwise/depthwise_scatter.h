@@ -8,12 +8,12 @@
 //
 // Little is computed and much is written, so memory sets the pace: whole cache lines, one row after the other.
 //
-// For depthwise_avx2.cpp only: it holds AVX2 code, so everything is in an anonymous namespace.
+// For depthwise.h only. Compiled once per path, behind its vectors.
 #pragma once
 
 #include "conv/depthwise/depthwise_direct.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
 struct Scatter {
@@ -28,35 +28,21 @@ void pack_scatter(s64 channels, const s8* w, s16* packed) {
             for (s64 t = 0; t < 9; ++t) packed[t * kLane + c] = w[(block + c) * 9 + t];
 }
 
-// Sums in int16, a or a + b, as floats.
-template <bool Stream>
-[[gnu::always_inline]] inline void write_sum(__m256i a, const f32* factors, f32* out) {
-    const __m256i first = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(a));
-    write_lane<Stream>(first, _mm256_cvtepi16_epi32(_mm256_extracti128_si256(a, 1)), factors, out);
-}
-
-template <bool Stream>
-[[gnu::always_inline]] inline void write_sum(__m256i a, __m256i b, const f32* factors, f32* out) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    const Wide sum{_mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), ones), _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), ones)};
-    sum.write<Stream>(factors, out);
-}
-
 // The two destinations of a block in its even row, or in its odd one: the even column's and the odd column's, null where it lies
 // beyond the image. g: row a - 1, columns b - 1 and b, then row a.
 template <bool Odd, bool Stream>
 void scatter_half(const s8* const (&g)[4], const s16* weights, const f32* factors, f32* even, f32* odd, s64 channels) {
     for (s64 c = 0; c < channels; c += kLane, weights += 9 * kLane) {
-        const __m256i left = widen_bytes(g[2] + c), here = widen_bytes(g[3] + c);
-        const auto product = [&](__m256i x, int tap) BYTEBACK_INLINE { return _mm256_mullo_epi16(x, load(weights + tap * kLane)); };
-        const auto two = [&](__m256i x, int tap, __m256i y, int other) BYTEBACK_INLINE {
-            return _mm256_add_epi16(product(x, tap), product(y, other));
+        const V left = widen_bytes(g[2] + c), here = widen_bytes(g[3] + c);
+        const auto product = [&](V x, int tap) BYTEBACK_ALWAYS { return mul16(x, load(weights + tap * kLane)); };
+        const auto two = [&](V x, int tap, V y, int other) BYTEBACK_ALWAYS {
+            return add16(product(x, tap), product(y, other));
         };
         if constexpr (Odd) {
             if (even) write_sum<Stream>(two(here, 3, left, 5), factors + c, even + c);
             if (odd) write_sum<Stream>(product(here, 4), factors + c, odd + c);
         } else {
-            const __m256i before = widen_bytes(g[0] + c), above = widen_bytes(g[1] + c);
+            const V before = widen_bytes(g[0] + c), above = widen_bytes(g[1] + c);
             if (even) write_sum<Stream>(two(here, 0, left, 2), two(above, 6, before, 8), factors + c, even + c);
             if (odd) write_sum<Stream>(two(here, 1, above, 7), factors + c, odd + c);
         }
@@ -99,7 +85,7 @@ void scatter_rows(const Scatter& p, const s8* g, const s16* weights, Factor fact
             }
         }
     }
-    if (Stream) _mm_sfence();
+    if (Stream) end_streams();
 }
 
 void scatter(const Scatter& p, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
@@ -113,4 +99,4 @@ void scatter(const Scatter& p, const s8* g, const s8* w, Factor factor, f32* dx,
 }
 
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Depthwise output and grad_input of square kernels as a stencil over row pairs.
 //
-// For depthwise_avx2.cpp only: it holds AVX2 code, so everything is in an anonymous namespace.
+// For depthwise.h only. Compiled once per path, behind its vectors.
 #pragma once
 
 #include "conv/depthwise/depthwise_pairs.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
 // One axis of a stencil, all known at compile time. A tile has kOuts destination positions and reads kSpan source positions,
@@ -91,37 +91,36 @@ void pack_stencil_block(const s8* w, s64 channels, s16* packed) {
     alignas(16) s16 by_tap[S::kTaps + 1][kBlock] = {};  // the last row stays zero and stands for "no tap"
     for (s64 c = 0; c < channels; ++c)
         for (int t = 0; t < S::kTaps; ++t) by_tap[t][c] = w[c * S::kTaps + t];
-    const auto values = [&](int tap) { return _mm_load_si128(reinterpret_cast<const __m128i*>(by_tap[tap < 0 ? S::kTaps : tap])); };
+    const auto values = [&](int tap) { return by_tap[tap < 0 ? S::kTaps : tap]; };
     for (int row = 0; row < S::Rows::kOuts; ++row)
         for (int column = 0; column < S::Columns::kOuts; ++column)
             for (int pair = 0; pair < S::kPairs; ++pair)
                 for (int source = 0; source < S::Columns::kSpan; ++source) {
                     const int at = S::kIndex.at[row][column][pair][source];
                     if (at < 0) continue;
-                    const __m128i a = values(S::tap(row, column, 2 * pair, source));
-                    const __m128i b = values(S::tap(row, column, 2 * pair + 1, source));
-                    store(packed + at * kCell, _mm256_set_m128i(_mm_unpackhi_epi16(a, b), _mm_unpacklo_epi16(a, b)));
+                    pair_weights(values(S::tap(row, column, 2 * pair, source)), values(S::tap(row, column, 2 * pair + 1, source)),
+                                 packed + at * kCell);
                 }
 }
 
 // A row of tiles for one block of channels: pair[m] points at the first source column, out[r] at the first destination pixel.
 template <class S>
-void run_stencil(const s16* const* pair, const s16* weights, __m256 factor, f32* const* out, s64 tiles, s64 pixel_stride) {
+void run_stencil(const s16* const* pair, const s16* weights, Floats factor, f32* const* out, s64 tiles, s64 pixel_stride) {
     using Rows = typename S::Rows;
     using Columns = typename S::Columns;
-    __m256i weight[S::kIndex.count];
-    unroll<S::kIndex.count>([&](auto i) BYTEBACK_INLINE { weight[i] = load(weights + i * kCell); });
+    V weight[S::kIndex.count];
+    unroll<S::kIndex.count>([&](auto i) BYTEBACK_ALWAYS { weight[i] = load(weights + i * kCell); });
     const s16* from[S::kPairs];
     f32* to[Rows::kOuts];
-    unroll<S::kPairs>([&](auto m) BYTEBACK_INLINE { from[m] = pair[m]; });
-    unroll<Rows::kOuts>([&](auto row) BYTEBACK_INLINE { to[row] = out[row]; });
+    unroll<S::kPairs>([&](auto m) BYTEBACK_ALWAYS { from[m] = pair[m]; });
+    unroll<Rows::kOuts>([&](auto row) BYTEBACK_ALWAYS { to[row] = out[row]; });
     for (s64 tile = 0; tile < tiles; ++tile) {
-        __m256i sum[Rows::kOuts][Columns::kOuts];
-        unroll<Columns::kSpan>([&](auto source) BYTEBACK_INLINE {
-            unroll<S::kPairs>([&](auto m) BYTEBACK_INLINE {
-                const __m256i x = load(from[m] + source * kCell);
-                unroll<Rows::kOuts>([&](auto row) BYTEBACK_INLINE {
-                    unroll<Columns::kOuts>([&](auto column) BYTEBACK_INLINE {
+        V sum[Rows::kOuts][Columns::kOuts];
+        unroll<Columns::kSpan>([&](auto source) BYTEBACK_ALWAYS {
+            unroll<S::kPairs>([&](auto m) BYTEBACK_ALWAYS {
+                const V x = load(from[m] + source * kCell);
+                unroll<Rows::kOuts>([&](auto row) BYTEBACK_ALWAYS {
+                    unroll<Columns::kOuts>([&](auto column) BYTEBACK_ALWAYS {
                         constexpr int at = S::kIndex.at[row][column][m][source];
                         if constexpr (at == S::kIndex.start[row][column]) sum[row][column] = multiply(x, weight[at]);
                         else if constexpr (at >= 0) sum[row][column] = multiply_add(sum[row][column], x, weight[at]);
@@ -129,13 +128,13 @@ void run_stencil(const s16* const* pair, const s16* weights, __m256 factor, f32*
                 });
             });
         });
-        unroll<Rows::kOuts>([&](auto row) BYTEBACK_INLINE {
-            unroll<Columns::kOuts>([&](auto column) BYTEBACK_INLINE {
-                _mm256_storeu_ps(to[row], _mm256_mul_ps(_mm256_cvtepi32_ps(sum[row][column]), factor));
+        unroll<Rows::kOuts>([&](auto row) BYTEBACK_ALWAYS {
+            unroll<Columns::kOuts>([&](auto column) BYTEBACK_ALWAYS {
+                write_block(sum[row][column], factor, to[row]);
                 to[row] += pixel_stride;
             });
         });
-        unroll<S::kPairs>([&](auto m) BYTEBACK_INLINE { from[m] += Columns::kAdvance * kCell; });
+        unroll<S::kPairs>([&](auto m) BYTEBACK_ALWAYS { from[m] += Columns::kAdvance * kCell; });
     }
 }
 
@@ -204,7 +203,7 @@ public:
             }
             tile_row(frame, at % per_frame);
         }
-        if (streaming_) _mm_sfence();
+        if (streaming_) end_streams();
     }
 
 private:
@@ -255,7 +254,7 @@ private:
         const s16* pair[S::kPairs];
         for (int m = 0; m < S::kPairs; ++m)
             pair[m] = ring_.memory(ring_.key(tile_row, m)) + block * span_.block_size() + tile * Columns::kAdvance * kCell;
-        run_stencil<S>(pair, weights_ + block * S::kIndex.count * kCell, _mm256_load_ps(factors_ + block * kBlock), out, count,
+        run_stencil<S>(pair, weights_ + block * S::kIndex.count * kCell, load_floats(factors_ + block * kBlock), out, count,
                        pixel_stride);
     }
 
@@ -279,10 +278,7 @@ private:
             const s64 column = tile * Columns::kOuts, columns = std::min(count * Columns::kOuts, im_.to[1] - column);
             for (int r = 0; r < rows; ++r) {
                 f32* line = pixel(frame, row + r, column, block);
-                for (s64 i = 0; i < columns; ++i, line += im_.channels) {
-                    _mm256_stream_ps(line, _mm256_load_ps(stage[r] + i * kLine));
-                    _mm256_stream_ps(line + kBlock, _mm256_load_ps(stage[r] + i * kLine + kBlock));
-                }
+                for (s64 i = 0; i < columns; ++i, line += im_.channels) stream_line(stage[r] + i * kLine, line);
             }
         }
     }
@@ -377,4 +373,4 @@ void stencil_grad_input(const ConvShape& s, const Images& im, const s8* g, const
 }
 
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

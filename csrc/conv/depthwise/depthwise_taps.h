@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Depthwise output and grad_input of any kernel: for each pixel the taps that meet the image.
 //
-// For depthwise_avx2.cpp only: it holds AVX2 code, so everything is in an anonymous namespace.
+// For depthwise.h only. Compiled once per path, behind its vectors.
 #pragma once
 
 #include "conv/depthwise/depthwise_pairs.h"
 
-namespace byteback::avx2 {
+namespace byteback {
 namespace {
 
 // How the positions of one axis meet: the source position that `destination` meets under tap t, or -1.
@@ -76,32 +76,26 @@ void meet(const TapProduct& p, const s64 (&at)[3], const s8* source, const s16* 
 template <bool Whole>
 void tap_vector(const std::vector<Met>& met, s64 c, s64 lanes, const f32* factors, f32* out) {
     const auto product = [&](const Met& m) {
-        const __m128i bytes = load_bytes(m.pixel + c, Whole ? 16 : lanes);
-        return _mm256_mullo_epi16(_mm256_cvtepi8_epi16(bytes), load(m.weight + c));
+        return mul16(Whole ? widen_bytes(m.pixel + c) : widen_some(m.pixel + c, lanes), load(m.weight + c));
     };
-    __m256i low = _mm256_setzero_si256(), high = low;
+    OrderedSums sums;
     for (size_t i = 0; i + 1 < met.size() + met.size() % 2; i += 2) {
-        __m256i sum = product(met[i]);
-        if (i + 1 < met.size()) sum = _mm256_add_epi16(sum, product(met[i + 1]));
-        low = _mm256_add_epi32(low, _mm256_cvtepi16_epi32(_mm256_castsi256_si128(sum)));
-        high = _mm256_add_epi32(high, _mm256_cvtepi16_epi32(_mm256_extracti128_si256(sum, 1)));
+        V sum = product(met[i]);
+        if (i + 1 < met.size()) sum = add16(sum, product(met[i + 1]));
+        sums.add(sum);
     }
-    const __m256 y0 = _mm256_mul_ps(_mm256_cvtepi32_ps(low), _mm256_load_ps(factors + c));
-    const __m256 y1 = _mm256_mul_ps(_mm256_cvtepi32_ps(high), _mm256_load_ps(factors + c + 8));
     if (Whole) {
-        _mm256_storeu_ps(out + c, y0);
-        _mm256_storeu_ps(out + c + 8, y1);
+        sums.write(factors + c, out + c);
     } else {
-        alignas(32) f32 values[16];
-        _mm256_store_ps(values, y0);
-        _mm256_store_ps(values + 8, y1);
+        alignas(64) f32 values[kLane];
+        sums.write(factors + c, values);
         std::memcpy(out + c, values, static_cast<size_t>(lanes) * sizeof(f32));
     }
 }
 
 void tap_route(const TapProduct& p, s64 batch, const s8* source, const s8* w, Factor factor, f32* destination, int threads,
                const Epilogue* finish = nullptr) {
-    const s64 C = p.channels, padded = round_up(C, 16), taps = p.taps(), pixels = p.to_pixels();
+    const s64 C = p.channels, padded = round_up(C, kLane), taps = p.taps(), pixels = p.to_pixels();
     s16* weights = reinterpret_cast<s16*>(scratch<SharedScratch>(static_cast<size_t>(taps * padded) * sizeof(s16)));
     for (s64 t = 0; t < taps; ++t)
         for (s64 c = 0; c < padded; ++c) weights[t * padded + c] = c < C ? w[c * taps + t] : s16{0};
@@ -122,7 +116,7 @@ void tap_route(const TapProduct& p, s64 batch, const s8* source, const s8* w, Fa
             meet(p, at, source + sample * p.from_pixels() * C, weights, padded, met);
             f32* out = finish ? own.data() : destination + pixel * C;
             s64 c = 0;
-            for (; c + 16 <= C; c += 16) tap_vector<true>(met, c, 16, factors, out);
+            for (; c + kLane <= C; c += kLane) tap_vector<true>(met, c, kLane, factors, out);
             if (c < C) tap_vector<false>(met, c, C - c, factors, out);
             if (finish) (*finish)(pixel, 1, 0, C, out);
         }
@@ -130,4 +124,4 @@ void tap_route(const TapProduct& p, s64 batch, const s8* source, const s8* w, Fa
 }
 
 }  // namespace
-}  // namespace byteback::avx2
+}  // namespace byteback

@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "conv/gemm/gather.h"
-#include "conv/gemm/x86/gemm_micro_avx2.h"
 #include "core/parallel.h"
 
 namespace byteback {
@@ -148,7 +147,7 @@ private:
     }
 
     static void fetch(const s8* row, s64 bytes) {
-        for (s64 byte = 0; byte < bytes; byte += 64) _mm_prefetch(reinterpret_cast<const char*>(row + byte), _MM_HINT_T0);
+        for (s64 byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte);
     }
 
     template <class Finish>
@@ -174,8 +173,7 @@ private:
             for (int thread = 0; thread < threads; ++thread) {
                 if (!used[static_cast<size_t>(thread)]) continue;
                 const s32* part = own + thread * size() + at;
-                for (s64 i = 0; i < tile * kColumns; i += 8)
-                    store(sums + at + i, any ? _mm256_add_epi32(load(sums + at + i), load(part + i)) : load(part + i));
+                take_sums(sums + at, part, tile * kColumns, any);
                 any = true;
             }
             finish(unit);
@@ -234,51 +232,19 @@ private:
     s32* const sums;
 };
 
-// out[column][row] = sums[row][column] for 8 rows and 8 columns, as floats.
-inline void turn8(const s32* sums, __m256 (&out)[8]) {
-    __m256 a[8], b[8];
-    for (int i = 0; i < 8; ++i) a[i] = _mm256_cvtepi32_ps(load(sums + i * kColumns));
-    for (int i = 0; i < 8; i += 2) {
-        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; ++j) {
-            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
-            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xEE);
-        }
-    for (int i = 0; i < 4; ++i) {
-        out[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
-        out[i + 4] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
-    }
-}
-
-// 8 rows of up to 16 columns into dw[column][row]; `factors` are those of the first row.
-inline void write_square(const s32* sums, s64 first_k, s64 width, const f32* factors, Factor factor, f32* dw, s64 stride) {
-    for (s64 half = 0; half < width; half += 8) {
-        __m256 turned[8];
-        turn8(sums + half, turned);
-        for (s64 j = half; j < std::min<s64>(half + 8, width); ++j) {
-            const f32* f = factors + (first_k + j) * factor.row;
-            const __m256 scale = factor.column ? _mm256_loadu_ps(f) : _mm256_set1_ps(*f);
-            _mm256_storeu_ps(dw + (first_k + j) * stride, _mm256_mul_ps(turned[j - half], scale));
-        }
-    }
-}
-
 // sums[row][16 columns] of one unit -> dw[k][row], where row = (tap, c).
 template <class Sum>
 void write_unit(const Sum* sums, s64 first_row, s64 height, s64 first_k, s64 width, s64 rows, s64 C, Factor factor, f32* dw) {
     for (s64 i = 0; i < height;) {
         const s64 row = first_row + i, c = row % C;
-        const bool square = sizeof(Sum) == sizeof(s32) && i + 8 <= height && c + 8 <= C;
+        const bool square = sizeof(Sum) == sizeof(s32) && i + kSquare <= height && c + kSquare <= C;
         if (square)
-            write_square(reinterpret_cast<const s32*>(sums + i * kColumns), first_k, width, factor.values + c * factor.column,
-                         factor, dw + row, rows);
+            write_square(reinterpret_cast<const s32*>(sums + i * kColumns), width, &factor.values[first_k * factor.row + c * factor.column],
+                         factor.row, factor.column != 0, dw + first_k * rows + row, rows);
         else
             for (s64 j = 0; j < width; ++j)
                 dw[(first_k + j) * rows + row] = static_cast<f32>(sums[i * kColumns + j]) * factor.at(first_k + j, c);
-        i += square ? 8 : 1;
+        i += square ? kSquare : 1;
     }
 }
 

@@ -165,7 +165,7 @@ private:
             for (s64 i = 0; i < all; i += each)
                 for (s64 j = 0; j < p.columns; j += kColumns) run_panel(phase, n, j, A, to, i, std::min(all, i + each));
         }
-        if (streaming) _mm_sfence();
+        if (streaming) end_streams();
     }
 
     void run_panel(const Phase& phase, s64 n, s64 j, const char* A, const std::vector<f32*>& to, s64 begin,
@@ -174,8 +174,7 @@ private:
         const s64 pixel = K * Micro::kBytes, length = static_cast<s64>(p.taps.size()) * K;
         const char* B = phase.packed.panels + j * length * Micro::kBytes;
         const f32* factors = p.factor.values + n * p.factor.row + (p.result_begin + j) * p.factor.column;
-        const __m256 low_half = p.factor.column ? _mm256_loadu_ps(factors) : _mm256_set1_ps(*factors);
-        const __m256 high_half = p.factor.column ? _mm256_loadu_ps(factors + 8) : low_half;
+        const ColumnFactors scales(factors, p.factor.column != 0);
         alignas(64) s32 sums[Micro::kRows * kColumns];
         for (s64 i = begin; i < end; i += Micro::kRows) {
             for (size_t part = 0; part < phase.runs.size(); ++part) {
@@ -187,7 +186,7 @@ private:
             }
             for (s64 k = 0; k < Micro::kRows; ++k)
                 if (to[static_cast<size_t>(i + k)])
-                    write_floats(sums + k * kColumns, 1, to.data() + i + k, j, low_half, high_half, streaming);
+                    write_floats(sums + k * kColumns, 1, to.data() + i + k, j, scales, streaming);
         }
     }
 

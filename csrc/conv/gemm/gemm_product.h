@@ -15,7 +15,6 @@
 
 #include "block/epilogue.h"
 #include "conv/gemm/gather.h"
-#include "conv/gemm/x86/gemm_micro_avx2.h"
 #include "core/parallel.h"
 
 namespace byteback {
@@ -181,12 +180,7 @@ f32* result_of(const Product& p, const Pixel& pixel) {
 
 void write_row(const Product& p, const s32* sums, s64 n, f32* to) {
     const f32* factor = p.factor.values + n * p.factor.row + p.result_begin * p.factor.column;
-    s64 j = 0;
-    for (; j + 8 <= p.columns; j += 8) {
-        const __m256 f = p.factor.column ? _mm256_loadu_ps(factor + j) : _mm256_set1_ps(*factor);
-        _mm256_storeu_ps(to + j, _mm256_mul_ps(_mm256_cvtepi32_ps(load(sums + j)), f));
-    }
-    for (; j < p.columns; ++j) to[j] = static_cast<f32>(sums[j]) * factor[j * p.factor.column];
+    write_row(sums, p.columns, factor, p.factor.column != 0, to);
 }
 
 void write_row(const Product& p, const s64* sums, s64 n, f32* to) {
@@ -252,14 +246,13 @@ private:
         alignas(64) s32 sums[Micro::kRows * kColumns];
         for (s64 j = 0; j < p.columns; j += kColumns) {
             const char* B = weights.panels + j * length * Micro::kBytes;
-            const __m256 low = p.factor.column ? _mm256_loadu_ps(factors + j) : _mm256_set1_ps(*factors);
-            const __m256 high = p.factor.column ? _mm256_loadu_ps(factors + j + 8) : low;
+            const ColumnFactors scales(factors + (p.factor.column ? j : 0), p.factor.column != 0);
             for (s64 i = 0; i < count; i += Micro::kRows) {
                 multiply_block<Micro>(A + i * stride, stride, 4, B, steps, weights.start(0, j), sums, kColumns, false);
-                write_floats(sums, std::min<s64>(Micro::kRows, count - i), to.data() + i, j, low, high, aligned);
+                write_floats(sums, std::min<s64>(Micro::kRows, count - i), to.data() + i, j, scales, aligned);
             }
         }
-        if (aligned) _mm_sfence();
+        if (aligned) end_streams();
         if (own) (*p.finish)(first, count, p.result_begin, p.columns, own);
     }
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// From one memory format to the other: tiles of 8x8 words or 16x16 bytes are turned in registers.
+// From one memory format to the other: tiles of 8x8 words or 16x16 bytes are turned in registers (tiles_avx2.h).
 //
-// A tile is turned by interleaving: after each step neighbours in a register are twice as many elements of a column.
 // Results too large for the cache bypass it where whole lines are written.
 #include <immintrin.h>
 
 #include "core/avx2.h"
 #include "elementwise/transpose.h"
+#include "core/x86/tiles_avx2.h"
 
 namespace byteback::avx2 {
 
@@ -19,28 +19,12 @@ struct Words {
     static constexpr s64 kTile = 8;
     using T = u32;
 
+    // Moves alone: the words are taken for floats and keep their bits.
     static void turn(const u32* from, s64 from_stride, __m256 (&v)[8]) {
-        __m256 a[8], b[8];
-        for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(reinterpret_cast<const f32*>(from + i * from_stride));
-        for (int i = 0; i < 8; i += 2) {
-            b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-            b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-        }
-        for (int i = 0; i < 8; i += 4)
-            for (int j = 0; j < 2; ++j) {
-                a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + 2 + j], 0x44);
-                a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + 2 + j], 0xEE);
-            }
-        for (int i = 0; i < 4; ++i) {
-            v[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
-            v[i + 4] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
-        }
+        load_turned8(reinterpret_cast<const f32*>(from), from_stride, v);
     }
-
     static void tile(const u32* from, s64 from_stride, u32* to, s64 to_stride) {
-        __m256 v[8];
-        turn(from, from_stride, v);
-        for (int i = 0; i < 8; ++i) _mm256_storeu_ps(reinterpret_cast<f32*>(to + i * to_stride), v[i]);
+        transpose8(reinterpret_cast<const f32*>(from), from_stride, reinterpret_cast<f32*>(to), to_stride);
     }
 };
 
@@ -48,19 +32,7 @@ struct Bytes {
     static constexpr s64 kTile = 16;
     using T = u8;
 
-    // Interleaving row i with row i + 8, four times over, is the transposition of 16x16.
-    static void tile(const u8* from, s64 from_stride, u8* to, s64 to_stride) {
-        __m128i a[16], b[16];
-        for (int i = 0; i < 16; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * from_stride));
-        for (int step = 0; step < 4; ++step) {
-            for (int i = 0; i < 8; ++i) {
-                b[2 * i] = _mm_unpacklo_epi8(a[i], a[i + 8]);
-                b[2 * i + 1] = _mm_unpackhi_epi8(a[i], a[i + 8]);
-            }
-            for (int i = 0; i < 16; ++i) a[i] = b[i];
-        }
-        for (int i = 0; i < 16; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * to_stride), a[i]);
-    }
+    static void tile(const u8* from, s64 from_stride, u8* to, s64 to_stride) { transpose16(from, from_stride, to, to_stride); }
 };
 
 // The part of a block that no whole tile covers.

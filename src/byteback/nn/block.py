@@ -19,17 +19,17 @@ from torch.autograd import Function
 
 from byteback import ops
 from byteback.nn.activation import SHARED_RULE, Activation, Joins, Poolable, Source, carry, numbers
-from byteback.nn.functional import Operands, backward_products, chooses_both, forward_operands, output_operands, refuse_second
+from byteback.nn.functional import Operands, backward_products, forward_operands, output_operands, refuse_second
 from byteback.nn.inference import Deferred, Shown, can_defer
 from byteback.nn.normalization import InputGradient, Normalized, folded, input_gradient, of_batch
+from byteback.nn.numerics import makes_pairs
 from byteback.nn.pending import BlockPlan, Stages
 from byteback.nn.products import ConvProducts
 from byteback.nn.residual import channels_last, residual_of
 from byteback.nn.undo import current_step
 from byteback.nn.weights import norm_as_given
-from byteback.ops import magnitude
 from byteback.ops.activations import MONOTONE
-from byteback.quantize import QTensor
+from byteback.quantize import BlockGradient, QTensor
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -219,7 +219,7 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     g = channels_last(grad_output)
     # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
     y = y if len(y) > 1 else y[0] if y else g
-    masks, pairs = activation != "none", chooses_both(ctx.layer)
+    masks, pairs = activation != "none", makes_pairs(ctx.layer)
     # Two copies read the gradient twice more: then a smooth activation's derivative is better taken once.
     want_masked = (for_residual and masks) or (pairs and activation in ops.SMOOTH)
     total = dot = masked = grads = sums = None
@@ -245,28 +245,3 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     grad_input, grad_weight = backward_products(ctx, kept, gradient, ctx.needs_input_grad)
     wanted = zip((grads.bias, grads.gamma, grads.beta, residual_grad), ctx.needs_input_grad[2:6], strict=True)
     return grad_input, grad_weight, *(grad if needed else None for grad, needed in wanted)
-
-
-class BlockGradient(NamedTuple):
-    """The gradient of y, not written out: p·g' + q·y + r, and its Σ and Σ² of each channel where two copies are made of it."""
-
-    parts: ops.GradientParts
-    sums: tuple[Tensor, Tensor] | None
-
-    def written(self) -> Tensor:
-        return ops.normalize_grad(self.parts)
-
-    def quantized(self, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return ops.normalize_grad_quantize(self.parts, clip, key)
-
-    def by_ratio(self, ratio: float, key: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-        return ops.normalize_grad_quantize_by_ratio(self.parts, ratio, key)
-
-    def elements(self) -> int:
-        return self.parts.g.numel()
-
-    def pair(
-        self, rule: magnitude.Average, before: tuple[Tensor | None, Tensor | None], key: Tensor | None, want_one: bool
-    ) -> magnitude.Paired:
-        assert self.sums is not None, "chooses_both() asks for them"
-        return magnitude.gradient_pair(rule, self.parts, self.sums, *before, key, want_one=want_one)

@@ -14,7 +14,7 @@ Saved for backward: the int8 tensors and their scales (for a product that the re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,19 +25,8 @@ from byteback.nn.joined import shared_floats
 from byteback.nn.products import Products
 from byteback.nn.undo import current_step, undo_step
 from byteback.nn.weights import refuse_training, weight_as_int8
-from byteback.ops import magnitude
 from byteback.ops.contract import layout
-from byteback.quantize import (
-    Adopted,
-    LazyGradient,
-    NonFiniteError,
-    PairedGradient,
-    QTensor,
-    Step,
-    adopt,
-    quantize_both,
-    quantize_held,
-)
+from byteback.quantize import Gradient, Moment, NonFiniteError, QTensor, floats_of, quantize_pair
 
 if TYPE_CHECKING:
     from byteback.nn.layer import Int8Layer
@@ -68,7 +57,7 @@ class Int8Product(Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            grads = backward_products(ctx, Operands(*ctx.saved_tensors), FloatGradient(grad_output), ctx.needs_input_grad)
+            grads = backward_products(ctx, Operands(*ctx.saved_tensors), grad_output, ctx.needs_input_grad)
         return (*refuse_second(ctx.layer.int8_name, grad_output, grads), None, None, None, None)
 
 
@@ -81,33 +70,6 @@ class Operands(NamedTuple):
     w_scale: Tensor | None = None
     x: Tensor | None = None
     w: Tensor | None = None
-
-
-class Gradient(PairedGradient, LazyGradient, Protocol):
-    """The gradient of a product's output, which a fused block may be able to quantize without writing it out."""
-
-
-class FloatGradient(NamedTuple):
-    """A gradient that exists as a float tensor."""
-
-    tensor: Tensor
-
-    def written(self) -> Tensor:
-        return self.tensor
-
-    def quantized(self, clip: Tensor, key: Tensor | None) -> None:
-        return None
-
-    def by_ratio(self, ratio: float, key: Tensor | None) -> None:
-        return None
-
-    def elements(self) -> int:
-        return self.tensor.numel()
-
-    def pair(
-        self, rule: magnitude.Average, before: tuple[Tensor | None, Tensor | None], key: Tensor | None, want_one: bool
-    ) -> magnitude.Paired:
-        return magnitude.float_pair(rule, self.tensor, *before, key, want_one=want_one)
 
 
 def forward_operands(
@@ -156,20 +118,13 @@ def backward_products(
         assert kept.w_values is not None and kept.w_scale is not None
         grad_input = products.grad_input(g_q, QTensor(kept.w_values, kept.w_scale), ctx.input_size)
     elif for_input:
-        grad_input = products.float_grad_input(gradient.written(), kept.w, ctx.input_size)
+        grad_input = products.float_grad_input(floats_of(gradient), kept.w, ctx.input_size)
     if g_q_for_weight is not None:
         assert kept.x_values is not None and kept.x_scale is not None
         grad_weight = products.grad_weight(g_q_for_weight, QTensor(kept.x_values, kept.x_scale), ctx.weight_size)
     elif for_weight:
-        grad_weight = products.float_grad_weight(gradient.written(), kept.x, ctx.weight_size)
+        grad_weight = products.float_grad_weight(floats_of(gradient), kept.x, ctx.weight_size)
     return grad_input, grad_weight
-
-
-def chooses_both(layer: Int8Layer) -> bool:
-    """Whether backward may ask for clips per tensor and per channel at once."""
-    if "quantizers" not in layer._modules or layer.quantizers.grad_output_for_weight is None:
-        return False
-    return layer.quantizers.settings["grad_output"].rule.clip.averages() is not None
 
 
 def refuse_second(name: str, grad_output: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -210,20 +165,15 @@ def _quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: boo
     own_clip = layer.training or layer.recipe.eval_clip == "batch"
     if source is None and own_clip:
         source = shared_floats(x, numerics.settings["input"].rule)
+    moment = Moment(numerics.iteration, max(slot, 0), layer.training and slot != RECOMPUTED)
     if source is not None:
         tracked = None if own_clip else numerics.input.tracked_clip(max(slot, 0), layer.int8_shared.is_counting())
         if own_clip or tracked is not None:
             clip, x_q, counts = source.int8(tracked)
-            remember = layer.training and slot != RECOMPUTED
-            adopted = Adopted(x_q, clip, counts, lambda: numbers(x))
-            step = Step(numerics.iteration, numerics.nonfinite, max(slot, 0), remember)
-            return adopt(numerics.input, adopted, settings, step)
+            return numerics.input.adopt(x_q, clip, counts, lambda: numbers(x), settings, moment, numerics.nonfinite)
     x = numbers(x)
     if own_clip:
-        remember = layer.training and slot != RECOMPUTED
-        return numerics.input.quantize(
-            x, settings, numerics.iteration, numerics.nonfinite, slot=max(slot, 0), remember=remember
-        )
+        return numerics.input.quantize(x, settings, moment, numerics.nonfinite)
     return numerics.input.quantize_tracked(
         x, settings, numerics.iteration, max(slot, 0), not for_grad_weight, layer.int8_shared.is_counting()
     )
@@ -234,7 +184,7 @@ def _quantize_gradient(
 ) -> tuple[QTensor | None, QTensor | None]:
     """grad_output for grad_input and for grad_weight: one copy for both, or two that share their noise.
 
-    Where no product sums over K, the copy that grad_weight wants serves both.
+    Where no product sums over K, the copy that grad_weight wants is used by both.
     """
     if not for_input and not for_weight:
         return None, None
@@ -243,32 +193,29 @@ def _quantize_gradient(
             "backward: this layer was restored to float between forward and backward, so its int8 gradient has nowhere to go. "
             "Call byteback.restore(model) after backward."
         )
-    numerics, compiling = layer.quantizers, torch.compiler.is_compiling()
-    slot = layer.backward_slot(slot)
-    # Both copies see the same one, also where the backward pass counts it.
-    iteration: Tensor | int = numerics.iteration.clone() if compiling else int(numerics.iteration)
-    if isinstance(iteration, int):
-        layer.watch_for_hook(iteration)
-    key = numerics.next_noise_key(layer.rank(), count_iteration=training and not layer.hooked)
-    step = Step(iteration, numerics.nonfinite, slot, training)
+    numerics = layer.quantizers
+    if not torch.compiler.is_compiling():
+        layer.watch_for_hook()
+    counts_itself = training and not layer.hooked
+    # Both copies see the same iteration, also where this backward pass counts it.
+    moment = Moment(numerics.iteration.clone() if counts_itself else numerics.iteration, layer.backward_slot(slot), training)
+    key = numerics.next_noise_key(layer.rank(), count_iteration=counts_itself)
     second = numerics.grad_output_for_weight
     shares = second is not None and layer.shares_gradient()
-    if second is not None and (shares or (for_input and for_weight)) and not compiling:
+    if second is not None and numerics.chooses_both and (shares or (for_input and for_weight)):
         handles = numerics.handles["grad_output"], numerics.handles["grad_output_for_weight"]
-        noise = key if numerics.settings["grad_output"].rule.rounding == "stochastic" else None
-        both = quantize_both((numerics.grad_output, second), gradient, handles, noise, step, want_one=not shares)
+        both = None
+        if not torch.compiler.is_compiling():
+            noise = numerics.noise_of("grad_output", key)
+            pair = numerics.grad_output, second
+            both = quantize_pair(pair, gradient, handles, moment, numerics.nonfinite, noise, want_first=not shares)
         if both is not None:
-            one, each = both
-            return (each if shares else one) if for_input else None, each if for_weight else None
+            first, each = both
+            return (each if shares else first) if for_input else None, each if for_weight else None
 
-    def quantize(field: str) -> QTensor:
-        noise = key if numerics.settings[field].rule.rounding == "stochastic" else None
-        quantizer, handle = getattr(numerics, field), numerics.handles[field]
-        if not compiling:
-            held = quantize_held(quantizer, gradient, handle, noise, step)
-            if held is not None:
-                return held
-        return quantizer.quantize(gradient.written(), handle, iteration, numerics.nonfinite, noise, slot, training)
+    def quantize(role: str) -> QTensor:
+        noise = numerics.noise_of(role, key)
+        return getattr(numerics, role).quantize(gradient, numerics.handles[role], moment, numerics.nonfinite, noise)
 
     if second is None or shares:
         shared = quantize("grad_output_for_weight" if shares else "grad_output")

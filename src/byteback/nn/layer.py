@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,8 +26,9 @@ from byteback.nn.numerics import LayerNumerics
 from byteback.nn.products import Products
 from byteback.nn.transforms import refuse_script, refuse_transforms
 from byteback.nn.weights import Frozen, refuse_loading, refuse_training
+from byteback.ops import quantizer
 from byteback.ops.backends import paths
-from byteback.quantize import CALL_SLOTS, DEVIATION
+from byteback.quantize import CALL_SLOTS
 from byteback.recipes import Recipe, resolve
 
 if TYPE_CHECKING:
@@ -216,33 +218,38 @@ class Int8Layer(_Base):
             return torch.distributed.get_rank()
         return 0
 
-    def learning_rate_factor(self) -> float:
+    def learning_rate_factor(self) -> Any:
         """φ of this layer, from the worst direction deviation among its calls; 1 without a rule, before any search, and where
-        float serves."""
-        rule, numerics = self.recipe.learning_rate, self.quantizers
-        if rule is None or not self.runs_int8():
-            return 1.0
-        copies = (numerics.grad_output, numerics.grad_output_for_weight)
-        return rule.factor(max([row[DEVIATION] for copy in copies if copy is not None for row in copy.observed.tolist()]))
+        the layer falls back to float."""
+        return factors([self])[0]
 
-    def watch_for_hook(self, iteration: int) -> None:
+    def watch_for_hook(self) -> None:
         """Warns once if a recipe that acts on the optimizer's step never sees one."""
-        if (self.hooked and iteration) or self.int8_shared.warned or not self.training:
+        numerics = self.quantizers
+        numerics.backwards += 1
+        if numerics.stepped or self.int8_shared.warned or not self.training:
             return
         if self.recipe.learning_rate is None and self.recipe.on_nonfinite != "skip":
             return
-        count = int(self.quantizers.count)
-        missing = not self.hooked and iteration >= max(self.recipe.grad_output.clip.search_period(), 2)
-        silent = self.hooked and iteration == 0 and count >= max(2 * self.recipe.grad_output.clip.search_period(), 20)
-        if missing or silent:
+        passes, period = numerics.backwards - 1, self.recipe.grad_output.clip.search_period()
+        if passes >= (max(2 * period, 20) if self.hooked else max(period, 2)):
             self.int8_shared.warned = True
-            reason = "no optimizer is connected" if missing else f"no optimizer step was seen in {count} backward passes"
+            reason = f"no optimizer step was seen in {passes} backward passes" if self.hooked else "no optimizer is connected"
             warnings.warn(
                 f"{self.int8_name}: {type(self.recipe).__name__} acts on the optimizer's step (learning-rate factors, skipped "
                 f"steps), but {reason}, so it trains without that part. Call "
                 "byteback.scale_learning_rates(optimizer, model) with the optimizer whose step() you call.",
                 stacklevel=3,
             )
+
+
+def factors(layers: Sequence[Int8Layer]) -> list[Any]:
+    """φ of each layer: numbers, or tensors where a look at them would cost time."""
+    scaled = [layer for layer in layers if layer.recipe.learning_rate is not None and layer.runs_int8()]
+    observed = [[q.observed for q in layer.quantizers.gradients()] for layer in scaled]
+    made = quantizer.factors(observed, [layer.recipe.learning_rate for layer in scaled])
+    found = {id(layer): factor for layer, factor in zip(scaled, made, strict=True)}
+    return [found.get(id(layer), 1.0) for layer in layers]
 
 
 def weight_number(weight: Tensor) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from byteback import ops
 from byteback.ops.contract.limits import NUMERICS_VERSION
-from byteback.quantize import Quantizer, Settings, TensorRule, moved, register
+from byteback.quantize import Quantizer, Settings, TensorRule, columns_of, moved, register
 from byteback.recipes import Recipe
 
 GRADIENT_ROLES = ("grad_output", "grad_output_for_weight")
@@ -45,6 +45,8 @@ class LayerNumerics(nn.Module):
     iteration: Tensor
     nonfinite: Tensor
     numerics_version: Tensor
+    backwards = 0  # backward passes in this process
+    stepped = False  # whether an optimizer's hook was seen in this process
 
     def __init__(
         self,
@@ -64,17 +66,24 @@ class LayerNumerics(nn.Module):
         }
         for buffer, value in self.initial.items():
             self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64, device=device))
-        self.input = Quantizer(in_channels if recipe.input.per == "C" else 1, tracks=True, device=device)
         rule, own = recipe.grad_output_rule(depthwise), recipe.grad_output_for_weight
-        self.grad_output = Quantizer(_entries(rule, out_channels), tracks=False, device=device)
-        self.grad_output_for_weight = Quantizer(_entries(own, out_channels), tracks=False, device=device) if own else None
+        self.input = _quantizer(recipe.input, in_channels, device, tracks=True)
+        self.grad_output = _quantizer(rule, out_channels, device)
+        self.grad_output_for_weight = _quantizer(own, out_channels, device) if own else None
         self.settings = _settings(recipe, rule, name, depthwise)
-        self.handles = {field: register(settings) for field, settings in self.settings.items()}
+        self._derive()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Handles belong to a process, so a copy from another one gets its own."""
         super().__setstate__(state)
+        self._derive()
+
+    def _derive(self) -> None:
+        """What follows from the settings: their handles, and whether one rule chooses both copies of a gradient at once."""
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
+        one, each = self.settings["grad_output"].rule, self.settings["grad_output_for_weight"].rule
+        together = (one.per, each.per) == ("tensor", "K") and one.clip == each.clip and one.rounding == each.rounding
+        self.chooses_both = self.grad_output_for_weight is not None and together and one.clip.program() is not None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerNumerics:
         """Moves with the model; to memory that holds nothing yet it comes with the numbers of a new layer."""
@@ -84,6 +93,10 @@ class LayerNumerics(nn.Module):
         for name, value in self.initial.items():
             self._buffers[name] = moved(getattr(self, name), fn, value)
         return self
+
+    def noise_of(self, role: str, key: Tensor) -> Tensor | None:
+        """The noise key, for a tensor that is rounded stochastically."""
+        return key if self.settings[role].rule.rounding == "stochastic" else None
 
     def next_noise_key(self, rank: int, count_iteration: bool) -> Tensor:
         """The key for this gradient's noise; the next gradient gets another one."""
@@ -101,6 +114,11 @@ class LayerNumerics(nn.Module):
         for counter in (self.iteration, self.nonfinite):
             counter.zero_()
         self.numerics_version.fill_(NUMERICS_VERSION)
+
+    def gradients(self) -> list[Quantizer]:
+        """The quantizers of the gradient's copies."""
+        copies = (self.grad_output, self.grad_output_for_weight)
+        return [copy for copy in copies if copy is not None]
 
     def each(self) -> list[Quantizer]:
         """The quantizers: of the input, and of one or two copies of the gradient."""
@@ -120,8 +138,15 @@ class LayerNumerics(nn.Module):
             quantizer.unshared.zero_()  # what was measured before belongs to another run
 
 
-def _entries(rule: TensorRule, channels: int) -> int:
-    return rule.clip.entries(channels if rule.per == "K" else 1)
+def makes_pairs(layer: Any) -> bool:
+    """Whether a layer's backward pass may choose the clips of two copies of its gradient at once."""
+    return "quantizers" in layer._modules and layer.quantizers.chooses_both
+
+
+def _quantizer(rule: TensorRule, channels: int, device: torch.device | None, tracks: bool = False) -> Quantizer:
+    scales = channels if rule.per in ("C", "K") else 1
+    columns = 1 + max(columns_of(rule).values())
+    return Quantizer(rule.clip.entries(scales), tracks, device, columns)
 
 
 def _settings(recipe: Recipe, grad_output: TensorRule, name: str, depthwise: bool) -> dict[str, Settings]:

@@ -26,20 +26,13 @@ from byteback.ops.backends.registry import backend_for
 from byteback.ops.block_grad import normalize_grad_quantize_pair, normalize_grad_tails
 from byteback.ops.checks import check_key, check_parts, check_tensor, check_vector
 from byteback.ops.contract.rounded_once import divided_by, square_root
+from byteback.ops.programs import Averaged
 from byteback.ops.quantize import quantize_pair
 from byteback.ops.statistics import moments, tail_count_pair
 from byteback.ops.types import GradientParts, Quantized, tensors_of
 
 _library: Any = library.native
 _float32, _float64, _int64, _int8 = torch.float32, torch.float64, torch.int64, torch.int8
-
-
-class Average(NamedTuple):
-    """The numbers of the rule above."""
-
-    threshold: float
-    keep: float
-    add: float
 
 
 class Paired(NamedTuple):
@@ -58,8 +51,12 @@ class Clips(NamedTuple):
 
     one: Tensor
     each: Tensor
-    gaussian_one: float
-    gaussian_each: float
+    gaussian_one: Tensor | float
+    gaussian_each: Tensor | float
+
+    def of(self, copy: int) -> tuple[Tensor, Tensor | float]:
+        """The clip and the Gaussian share of the first or the second copy."""
+        return (self.each, self.gaussian_each) if copy else (self.one, self.gaussian_one)
 
 
 def sigma(total: Tensor, squares: Tensor, count: int) -> Tensor:
@@ -69,7 +66,7 @@ def sigma(total: Tensor, squares: Tensor, count: int) -> Tensor:
     return square_root((divided_by(squares, count) - mean * mean).clamp_min(0.0)).float()
 
 
-def average(rule: Average, peak: Tensor, tail: Tensor, count: int, before: Tensor | None) -> tuple[Tensor, float]:
+def average(rule: Averaged, peak: Tensor, tail: Tensor, count: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
     """The clips, given max|g| and how many of `count` |g| exceed σ, and the share that is Gaussian."""
     gaussian = divided_by(tail.double(), max(count, 1)) > rule.threshold
     clip = peak
@@ -78,7 +75,7 @@ def average(rule: Average, peak: Tensor, tail: Tensor, count: int, before: Tenso
         averaged = before * rule.keep + peak * rule.add
         # A channel that was all zero has nothing to average with: its next gradient is a first one.
         clip = torch.where(gaussian | (before == 0.0), peak, averaged)
-    return clip, int(gaussian.sum()) / max(gaussian.numel(), 1)
+    return clip, divided_by(gaussian.sum().double(), max(gaussian.numel(), 1))
 
 
 Before = Tensor | None
@@ -86,7 +83,7 @@ Before = Tensor | None
 
 
 def magnitude_clips(
-    rule: Average, x: Tensor, moments: tuple[Tensor, Tensor, Tensor], before_one: Before, before_each: Before
+    rule: Averaged, x: Tensor, moments: tuple[Tensor, Tensor, Tensor], before_one: Before, before_each: Before
 ) -> Clips:
     """Clips of x from ops.moments(x) and those of the last time."""
     op = "magnitude_clips"
@@ -119,7 +116,7 @@ def magnitude_clips(
     return Clips(one, each, *shares)
 
 
-def _rule(rule: Average, before_one: Before, before_each: Before, channels: int) -> Any:
+def _rule(rule: Averaged, before_one: Before, before_each: Before, channels: int) -> Any:
     """csrc/bindings/bindings_pairs.cpp's MagnitudeClips."""
     threshold, keep, add = rule
     last_one, last_each = flat(before_one, _float32, 1), flat(before_each, _float32, channels)
@@ -135,7 +132,7 @@ def _check_before(op: str, one: Before, each: Before, channels: int) -> tuple[Be
 
 
 def gradient_clips(
-    rule: Average, parts: GradientParts, sums: tuple[Tensor, Tensor], before_one: Before, before_each: Before
+    rule: Averaged, parts: GradientParts, sums: tuple[Tensor, Tensor], before_one: Before, before_each: Before
 ) -> Clips:
     """Clips of the dx of normalize_grad, which is not written, from Σdx and Σdx² of each channel, (C,)."""
     g = parts.g
@@ -145,7 +142,7 @@ def gradient_clips(
 
 
 def float_pair(
-    rule: Average, x: Tensor, before_one: Before, before_each: Before, key: Tensor | None, *, want_one: bool
+    rule: Averaged, x: Tensor, before_one: Before, before_each: Before, key: Tensor | None, *, want_one: bool
 ) -> Paired:
     """Copies of a float tensor under its magnitude-aware clips; `want_one`: also the one under a single clip."""
     clips = magnitude_clips(rule, x, moments(x), before_one, before_each)
@@ -153,7 +150,7 @@ def float_pair(
 
 
 def gradient_pair(
-    rule: Average,
+    rule: Averaged,
     parts: GradientParts,
     sums: tuple[Tensor, Tensor],
     before_one: Before,
@@ -212,7 +209,7 @@ def _sigmas(total: Tensor, squares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _averages(
-    rule: Average, x: Tensor, peak: Tensor, tail: Tensor, tail_one: Tensor, before_one: Before, before_each: Before
+    rule: Averaged, x: Tensor, peak: Tensor, tail: Tensor, tail_one: Tensor, before_one: Before, before_each: Before
 ) -> Clips:
     all_of_them, count = tail_one.sum(dim=1, keepdim=True), x.numel() // max(x.shape[1], 1)
     one, gaussian = average(rule, statistics.absmax(peak, -1), all_of_them, x.numel(), before_one)

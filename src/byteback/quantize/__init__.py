@@ -3,55 +3,61 @@
 
     x ─ choose clip (clipping.py) ─ scale = clip/127 ─ saturate ─ round ─► QTensor (qtensor.py)
 
-`rule.py` says how one tensor is to be quantized, `quantizer.py` remembers and does it.
+`rule.py` says how one tensor is to be quantized, `quantizer.py` holds the state over a run; the step itself is one operation
+of a backend (ops/quantizer.py).
 """
 
-from byteback.ops.ledger import CLIP, DEVIATION, GAUSSIAN, MEASURED, NONFINITE, QQ, SATURATED, WORST_CHANNEL, XQ, XX
-from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory, PairedGradient
-from byteback.quantize.fused import Adopted, LazyGradient, Step, adopt, quantize_both, quantize_held
-from byteback.quantize.qtensor import QTensor
-from byteback.quantize.quantizer import (
-    CALL_SLOTS,
+from byteback.ops.quantizer import (
+    CLIP,
+    DEVIATION,
+    MEASURED,
+    NONFINITE,
+    QQ,
+    SATURATED,
+    WORST_CHANNEL,
+    XQ,
+    XX,
+    BlockGradient,
+    Gradient,
+    Moment,
     NonFiniteError,
-    Quantizer,
-    Settings,
     deviation_of,
-    moved,
-    quantize_fresh,
+    floats_of,
     register,
 )
+from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory
+from byteback.quantize.qtensor import QTensor
+from byteback.quantize.quantizer import CALL_SLOTS, Quantizer, Settings, columns_of, moved, quantize_fresh, quantize_pair
 from byteback.quantize.rule import TensorRule
 
 __all__ = [
-    "Adopted",
+    "BlockGradient",
     "CALL_SLOTS",
     "CLIP",
     "Choice",
     "ClipRule",
     "DEVIATION",
-    "GAUSSIAN",
-    "LazyGradient",
+    "Gradient",
     "MEASURED",
+    "MaxAbs",
+    "Memory",
+    "Moment",
     "NONFINITE",
+    "NonFiniteError",
     "QQ",
+    "QTensor",
+    "Quantizer",
     "SATURATED",
+    "Settings",
+    "TensorRule",
     "WORST_CHANNEL",
     "XQ",
     "XX",
-    "MaxAbs",
-    "Memory",
-    "NonFiniteError",
-    "PairedGradient",
-    "QTensor",
-    "Quantizer",
-    "Settings",
-    "Step",
-    "TensorRule",
-    "adopt",
+    "columns_of",
     "deviation_of",
+    "floats_of",
     "moved",
-    "quantize_both",
-    "quantize_held",
     "quantize_fresh",
+    "quantize_pair",
     "register",
 ]

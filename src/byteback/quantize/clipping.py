@@ -1,77 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clip rules: how the bound of a tensor is chosen before it is rounded.
 
-A rule is frozen data; one pure method is required, `choose`. It sees the tensor and what was remembered of earlier iterations,
-and returns a `Choice`; writing the memory is the quantizer's work. The papers' own rules live in `byteback.recipes`.
+A rule is frozen data with one method for each thing that it decides. Only `choose` is required: it sees the tensor and what
+was remembered of earlier iterations, and returns a `Choice`. Writing the memory is the work of the quantizer's step
+(ops/quantizer.py). A rule does not look at tensors' numbers itself (`item`, `tolist`, `float`): it computes with tensors, or
+asks `Memory.numbers` and `ops.quantizer.look`. The papers' own rules are in `byteback.recipes`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops.magnitude import Average, Paired
+from byteback.ops.programs import Maximum
+from byteback.ops.quantizer import Choice, Memory
 
-
-@dataclass(frozen=True)
-class Memory:
-    """What a rule may look back at: one call slot of one quantizer.
-
-    `clip` is what an earlier `Choice.remember` held (any finite value before the first): `ClipRule.entries` numbers, by default
-    one per scale. `stochastic` says how the tensor will be rounded.
-    """
-
-    clip: Tensor
-    initialized: bool
-    updated_at: int
-    iteration: int
-    stochastic: bool = False
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A rule's answer: the clip to use now, shaped to broadcast over the tensor.
-
-    `remember` goes into the memory (None leaves it alone), `searched` restarts the period, and `gaussian_share` is the
-    part of the scales whose gradients looked Gaussian, for rules that ask.
-    """
-
-    clip: Tensor
-    remember: Tensor | None = None
-    searched: bool = False
-    gaussian_share: float | None = None
-
-
-class PairedGradient(Protocol):
-    """A gradient of which int8 copies are made by one clip and by a clip per channel; it may not exist as floats."""
-
-    def elements(self) -> int:
-        """How many numbers it has."""
-        ...
-
-    def written(self) -> Tensor:
-        """Its floats."""
-        ...
-
-    def pair(self, rule: Average, before: tuple[Tensor | None, Tensor | None], key: Tensor | None, want_one: bool) -> Paired:
-        """Its copies under magnitude-aware clips (ops/magnitude.py); `before` are the clips of the last time."""
-        ...
+__all__ = ["Choice", "ClipRule", "MaxAbs", "Memory"]
 
 
 @dataclass(frozen=True)
 class ClipRule:
     """Base of all clip rules.
 
-    varies_along    the granularities that the rule can serve
-    looks_back      whether it uses its memory; such a rule can serve gradients only, since a forward pass may be run again
-                    by activation checkpointing and must then choose as before
+    varies_along    the granularities for which the rule can choose clips
+    looks_back      whether it uses its memory. Only rules for gradients may: activation checkpointing runs a forward pass
+                    again, and it must then choose as before
+    diagnostics     names of what the rule has to say of a tensor besides its clip (`Choice.diagnostics`); they appear in
+                    `health`, in a run's journal and on its page
     """
 
     varies_along: ClassVar[tuple[str, ...]] = ("tensor", "N", "C", "K")
     looks_back: ClassVar[bool] = False
+    diagnostics: ClassVar[tuple[str, ...]] = ()
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
         """The clip for x, one for the whole tensor (axis -1) or one for each index of `axis`."""
@@ -85,29 +48,25 @@ class ClipRule:
         """How many numbers the rule remembers of a tensor with so many scales."""
         return scales
 
-    def averages(self) -> Average | None:
-        """The numbers of a magnitude-aware rule, which chooses for two copies of a gradient at once; None for other rules."""
+    def held(self, memory: Memory) -> Choice | None:
+        """What `choose` would return, where that takes no look at the tensor; None where it does."""
         return None
 
-    def held(self, memory: Memory) -> Tensor | None:
-        """The one clip of a rule that need not see the tensor this time; None where it must, or where clips vary."""
+    def refit(self, held: Choice, peak: float, memory: Memory) -> Choice | None:
+        """Another choice in place of a held one, now that max|x| is known; None to keep it."""
         return None
 
-    def ratio(self, memory: Memory) -> float | None:
-        """For a rule whose clips this time are a ratio times the maximum of each scale: that ratio; None for others."""
-        return None
-
-    def corrected(self, choice: Choice, peak: Tensor, memory: Memory) -> Choice | None:
-        """Another choice instead of one made from memory, now that max|x| (0-dim) is known; None where the first one holds."""
-        return None
+    def is_stale(self, choice: Choice, saturated: float, peak: float) -> bool:
+        """Whether a held clip proved wrong, given the saturated share and max|x| of this tensor; then `choose` is asked."""
+        return False
 
     def search_period(self) -> int:
         """Iterations between two searches; 1 for a rule that chooses anew every time."""
         return 1
 
-    def is_stale(self, choice: Choice, saturated: float, peak: float) -> bool:
-        """Whether a clip chosen from memory proved wrong, given the saturated share and max|x| of this very tensor."""
-        return False
+    def program(self) -> Any:
+        """The rule as a backend may know it by heart (ops/programs.py); None where it is no such rule."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -124,3 +83,7 @@ class MaxAbs(ClipRule):
         """
         clip = ops.absmax(x, axis)
         return Choice(clip, remember=clip)
+
+    def program(self) -> Maximum:
+        """Clip and integers can be found in one call."""
+        return Maximum()

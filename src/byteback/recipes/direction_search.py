@@ -19,6 +19,7 @@ from torch import Tensor
 
 from byteback import ops
 from byteback.ops.contract.limits import QMAX
+from byteback.ops.quantizer import look
 from byteback.quantize import deviation_of
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -46,11 +47,11 @@ class Curve(NamedTuple):
             own = ops.channel_cosine_terms(self.x, clips, self.stochastic)  # (candidates, 3, C)
             factors = torch.stack([scale, scale * scale, torch.ones_like(scale)], dim=1)
             terms = ops.sum_last(own * factors)
-        return [deviation_of(*row) for row in terms.tolist()]
+        return [deviation_of(*row) for row in look(terms)]
 
     def slope(self, ratio: float) -> tuple[float, float]:
         """d at γ, rounded to nearest, and ∂d/∂c times a positive number."""
-        xq, qq, xx, xd, qd = ops.cosine_slope_terms(self.x, (self.peak * ratio).reshape(())).tolist()
+        xq, qq, xx, xd, qd = look(ops.cosine_slope_terms(self.x, (self.peak * ratio).reshape(())))
         return deviation_of(xq, qq, xx), -(xd * qq - xq * qd)
 
 

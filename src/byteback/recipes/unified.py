@@ -28,14 +28,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops.contract.exponential import exponential
+from byteback.ops.contract.exponential import exponential, exponential_of
 from byteback.ops.contract.limits import TINY_CLIP
+from byteback.ops.quantizer import look
 from byteback.quantize import Choice, ClipRule, Memory, TensorRule
 from byteback.recipes.direction_search import Curve, descend, golden, grid
 from byteback.recipes.recipe import LearningRateRule, Recipe
@@ -102,34 +104,36 @@ class DirectionSensitive(ClipRule):
         peak = ops.absmax(x, axis)
         if not due:
             return Choice(peak * memory.clip[0])
-        largest = float(peak.amax())
+        largest = look(peak.amax())
         if not math.isfinite(largest):
             return Choice(peak)
         if largest < TINY_CLIP:
             # Nothing to search in. The literal paper would hold this 0 for a whole period.
             return Choice(peak) if self.search_after_zero else Choice(peak, remember=_remembered(1.0, peak), searched=True)
-        ratio = self._searched(Curve(x, peak, memory.stochastic), float(memory.clip[0]) if memory.initialized else None)
+        before = memory.numbers(1)[0] if memory.initialized else None
+        ratio = self._searched(Curve(x, peak, memory.stochastic), before)
         clip = peak * ratio
         return Choice(clip, remember=_remembered(ratio, clip), searched=True)
 
-    def held(self, memory: Memory) -> Tensor | None:
-        """The held clip, until the period is over."""
-        return None if self._is_due(memory) else memory.clip[1:]
-
-    def ratio(self, memory: Memory) -> float | None:
-        """The held ratio, until the period is over."""
-        return None if self._is_due(memory) or self.hold != "ratio" else float(memory.clip[0])
-
-    def corrected(self, choice: Choice, peak: Tensor, memory: Memory) -> Choice | None:
-        """γ max|g| where a held clip is too far from it."""
-        if choice.searched or self.hold != "ratio" or choice.clip.numel() > 1:
+    def held(self, memory: Memory) -> Choice | None:
+        """The held clip, or γ for clips per channel, until the period is over."""
+        if self._is_due(memory):
             return None
-        fitting = peak * memory.clip[0]
-        off = float(choice.clip) / float(fitting) if float(fitting) > 0.0 else 1.0
+        if memory.axis == -1 or self.hold == "clip":
+            return Choice(memory.clip[1:])
+        return Choice(ratio=memory.numbers(1)[0])
+
+    def refit(self, held: Choice, peak: float, memory: Memory) -> Choice | None:
+        """γ max|g| where a held clip is too far from it."""
+        if held.clip is None or self.hold != "ratio" or held.clip.numel() > 1:
+            return None
+        ratio, clip = memory.numbers(2)
+        fitting = _float32(peak * ratio)
+        off = clip / fitting if fitting > 0.0 else 1.0
         if 1.0 / self.band <= off <= self.band:
             return None
-        clip = fitting.reshape(choice.clip.shape)
-        return Choice(clip, remember=_remembered(float(memory.clip[0]), clip))
+        remembered = memory.clip.new_tensor([ratio, fitting])
+        return Choice(remembered[1:], remember=remembered)
 
     def _is_due(self, memory: Memory) -> bool:
         return not memory.initialized or memory.iteration - memory.updated_at >= self.period
@@ -151,6 +155,11 @@ class DirectionSensitive(ClipRule):
         return descend(curve, self.lowest, self.tie, self.steps, self.step)
 
 
+def _float32(number: float) -> float:
+    """A product of two float32 numbers, which float64 holds exactly, as float32 arithmetic rounds it."""
+    return float(np.float32(number))
+
+
 def _remembered(ratio: float, clip: Tensor) -> Tensor:
     return torch.cat([clip.new_full((1,), ratio), clip.reshape(-1)])
 
@@ -169,12 +178,14 @@ class DeviationCounteractive(LearningRateRule):
                 "must lie in (0, 1]."
             )
 
-    def factor(self, deviation: float) -> float:
-        """φ, with the same bits on every machine.
+    def factor(self, deviation: Any) -> Any:
+        """φ of a number, or of a float64 tensor, with the same bits on every machine.
 
         >>> [round(DeviationCounteractive().factor(d), 4) for d in (0.0, 0.01, 0.05, 0.2)]
         [1.0, 0.8187, 0.3679, 0.1]
         """
+        if isinstance(deviation, Tensor):
+            return exponential_of(deviation * -self.alpha).clamp_min(self.beta)
         return max(exponential(-self.alpha * deviation), self.beta)
 
 

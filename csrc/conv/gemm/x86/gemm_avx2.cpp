@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Convolution as a matrix product on the AVX2 path: which multiply kernel serves.
 #include "core/avx2.h"
-#include "conv/gemm/gemm_grad_weight.h"
 #include "conv/gemm/x86/gemm_micro_avx2.h"
+// Made of the one above.
+#include "conv/gemm/gemm_grad_weight.h"
 #include "conv/gemm/gemm_phases.h"
 
 namespace byteback::avx2 {

@@ -17,22 +17,16 @@
 // for each of the operands A and B; `column_starts`, from where sums begin; and multiply_block.
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstring>
 
-#include "core/types.h"
+#include "conv/gemm/x86/gemm_columns_avx2.h"
 
 namespace byteback {
 namespace {
 
 using Vector = __m256i;
 
-constexpr s64 kColumns = 16;  // of a block of C
-
-inline Vector load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline void store(void* p, Vector v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 inline __m128i load16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 
 // Up to 16 bytes of a row whose end may be the end of the tensor: never reads past it.
@@ -78,23 +72,6 @@ __attribute__((noinline)) void multiply_block(const char* A, s64 row, s64 step, 
     write(3, low3, high3);
     write(4, low4, high4);
     if constexpr (Micro::kRows > 5) write(5, low5, high5);
-}
-
-// Final sums of a block, times their factors, into the rows of the result. `stream` bypasses the caches: for results that
-// are larger than the caches anyway, and lie on 64-byte boundaries.
-inline void write_floats(const s32* sums, s64 count, f32* const* rows, s64 column, __m256 low, __m256 high, bool stream) {
-    for (s64 i = 0; i < count; ++i, sums += 16) {
-        f32* to = rows[i] + column;
-        const __m256 a = _mm256_mul_ps(_mm256_cvtepi32_ps(load(sums)), low);
-        const __m256 b = _mm256_mul_ps(_mm256_cvtepi32_ps(load(sums + 8)), high);
-        if (stream) {
-            _mm256_stream_ps(to, a);
-            _mm256_stream_ps(to + 8, b);
-        } else {
-            _mm256_storeu_ps(to, a);
-            _mm256_storeu_ps(to + 8, b);
-        }
-    }
 }
 
 struct SignedPairs {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two ways through rows of channels that the fused block's passes (norm.h) take. Only for norm_*avx2.cpp.
+// The two ways through rows of channels that the fused block's passes (norm.h) take. Compiled once per path, behind its vectors.
 //
 //   walk_rows     in the order of memory, where no order of additions matters. Narrow rows are taken together, a period of
 //                 about 512 elements beside which the per-channel constants are laid out.
@@ -9,10 +9,10 @@
 
 #include <initializer_list>
 
-#include "block/x86/norm_vector_avx2.h"
+#include "block/vector/norm_vector.h"
 #include "core/parallel.h"
 
-namespace byteback::avx2 {
+namespace byteback::BYTEBACK_PATH {
 
 namespace {
 
@@ -21,12 +21,12 @@ struct ConstantsTag {};
 // Per-channel vectors in the thread's scratch memory, each repeated for `together` rows and padded for whole vectors.
 class Constants {
 public:
-    Constants(std::initializer_list<const f32*> vectors, s64 channels, s64 together) : room_(channels * together + 32) {
+    Constants(std::initializer_list<const f32*> vectors, s64 channels, s64 together) : room_(channels * together + kBlock) {
         at_ = reinterpret_cast<f32*>(scratch<ConstantsTag>(vectors.size() * room_ * sizeof(f32)));
         f32* to = at_;
         for (const f32* vector : vectors) {
             for (s64 row = 0; vector && row < together; ++row) std::memcpy(to + row * channels, vector, channels * sizeof(f32));
-            std::memset(to + channels * together, 0, 32 * sizeof(f32));
+            std::memset(to + channels * together, 0, kBlock * sizeof(f32));
             to += room_;
         }
     }
@@ -50,12 +50,12 @@ inline Constants constants_of(const Backward& from, s64 together) {
 
 // z = a * x + b, + residual; from the run's first element on.
 template <class Lanes>
-BYTEBACK_INLINE __m256 forward_z(const Forward& run, s64 e, __m256 x, Lanes lanes) {
-    const __m256 z = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(run.a + e), x), _mm256_loadu_ps(run.b + e));
-    if (run.residual) return _mm256_add_ps(z, lanes.load(run.residual + e));
+BYTEBACK_INLINE Floats forward_z(const Forward& run, s64 e, Floats x, Lanes lanes) {
+    const Floats z = load(run.a + e) * x + load(run.b + e);
+    if (run.residual) return z + lanes.load(run.residual + e);
     if (!run.residual_values) return z;
-    const __m256 q = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lanes.bytes(run.residual_values + e)));
-    return _mm256_add_ps(z, _mm256_mul_ps(q, all(run.residual_scale)));
+    const Floats q = to_floats(lanes.ints(run.residual_values + e));
+    return z + q * all(run.residual_scale);
 }
 
 // ---- in the order of memory ------------------------------------------------------------------------------------------
@@ -67,8 +67,8 @@ struct Periods {
         constexpr s64 kLength = 512;  // elements of a period
         // A mask's bytes and a hash's pairs run on from row to row only if no row ends within them.
         if (dense && channels % 8 == 0 && channels < kLength) together = kLength / channels;
-        // Whole blocks of 32 where a few rows make them: nothing is left over, and a block starts where it can be streamed.
-        const s64 whole = channels % 32 == 0 ? 1 : channels % 16 == 0 ? 2 : 4;
+        // Whole blocks where a few rows make them: nothing is left over, and a block starts where it can be streamed.
+        const s64 whole = channels % kBlock == 0 ? 1 : channels % (kBlock / 2) == 0 ? 2 : kBlock / 8;
         if (together > whole) together -= together % whole;
         chunk = round_up(ceil_div(kUnitWork, channels), together);
     }
@@ -76,7 +76,7 @@ struct Periods {
     s64 units() const { return ceil_div(rows, chunk); }
 };
 
-// Each thread makes its kernel (`make(together)`), which then sees every run of its rows: start(row), then block(e) for 32
+// Each thread makes its kernel (`make(together)`), which then sees every run of its rows: start(row), then block(e) for kBlock
 // elements and vector(e, lanes) for what is left over, e counting from the start of the run; at last done(thread, kernel). Rows that are
 // not `dense` in every tensor are taken one by one.
 template <class Make, class Done>
@@ -90,12 +90,12 @@ void walk_rows(s64 rows, s64 channels, int threads, const Make& make, const Done
                 const s64 n = (last - row < periods.together ? last - row : periods.together) * channels;
                 kernel.start(row);
                 s64 e = 0;
-                for (; e + 32 <= n; e += 32) kernel.block(e);
-                for (; e + 8 <= n; e += 8) kernel.vector(e, AllLanes{});
+                for (; e + kBlock <= n; e += kBlock) kernel.block(e);
+                for (; e + kLanes <= n; e += kLanes) kernel.vector(e, AllLanes{});
                 if (e < n) kernel.vector(e, FirstLanes(n - e));
             }
         }
-        _mm_sfence();  // behind what was streamed
+        end_streams();  // behind what was streamed
         done(thread, kernel);
     });
 }
@@ -103,31 +103,6 @@ void walk_rows(s64 rows, s64 channels, int threads, const Make& make, const Done
 inline std::vector<Report> no_reports(int threads) { return std::vector<Report>(threads > 1 ? threads : 1, Report{0, 0, 0.0f}); }
 
 // ---- down the columns ------------------------------------------------------------------------------------------------
-
-// V vectors of eight sums each.
-template <int V>
-struct Sums {
-    __m256d part[2 * V];
-
-    // -0 is what addition leaves alone.
-    BYTEBACK_INLINE Sums(const f64* from, bool fresh) {
-        for (int i = 0; i < 2 * V; ++i) part[i] = fresh ? _mm256_set1_pd(-0.0) : _mm256_loadu_pd(from + 4 * i);
-    }
-    // Missing rows of the last block are +0, which makes a sum of -0 positive.
-    BYTEBACK_INLINE void save(f64* to, bool missing) {
-        for (int i = 0; i < 2 * V; ++i)
-            _mm256_storeu_pd(to + 4 * i, missing ? _mm256_add_pd(part[i], _mm256_setzero_pd()) : part[i]);
-    }
-    BYTEBACK_INLINE void add(int v, const Wide& x) {
-        part[2 * v] = _mm256_add_pd(part[2 * v], x.low);
-        part[2 * v + 1] = _mm256_add_pd(part[2 * v + 1], x.high);
-    }
-    // A product of two floats is exact in float64, so that fusing rounds where the reference does.
-    BYTEBACK_INLINE void add_product(int v, const Wide& a, const Wide& b) {
-        part[2 * v] = _mm256_fmadd_pd(a.low, b.low, part[2 * v]);
-        part[2 * v + 1] = _mm256_fmadd_pd(a.high, b.high, part[2 * v + 1]);
-    }
-};
 
 // A few rows of one block.
 struct Piece {
@@ -138,33 +113,22 @@ struct Piece {
     bool missing;  // the block's last rows, if it has fewer than 64
     s64 ahead;     // element that follows the piece
 
-    // What will be read next, 16 elements for each row and strip of 16 channels, in the order of memory: down the columns the
+    // What will be read next, the width of a strip of channels for each row and strip, in the order of memory: down the columns the
     // hardware cannot foresee it. May lie behind the end: this never faults.
     template <class T>
     BYTEBACK_INLINE void fetch(const T* base, s64 c, s64 i) const {
         if (sizeof(T) < 4 && i % (4 / sizeof(T))) return;
-        const uintptr_t at = reinterpret_cast<uintptr_t>(base) + (ahead + c * rows + i * 16) * sizeof(T);
-        _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+        const uintptr_t at = reinterpret_cast<uintptr_t>(base) + (ahead + c * rows + i * 2 * kLanes) * sizeof(T);
+        __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
     }
 };
 
 struct SumsTag {};
 
-// Adds `count` rows of `width` sums as a halving tree into the first; missing rows are +0.
+// add_tree of all columns, by several threads.
 inline void add_tree(f64* values, s64 count, s64 width, int threads) {
-    s64 half = 1;
-    while (half < count) half *= 2;
     parallel_ranges(useful_threads(threads, count * width), ceil_div(width, 64), [&](int, s64 begin, s64 end) {
-        const s64 first = begin * 64, last = end * 64 < width ? end * 64 : width;
-        s64 there = count;
-        for (s64 h = half / 2; h > 0; h /= 2) {
-            for (s64 i = 0; i < (there < h ? there : h); ++i) {
-                f64* to = values + i * width;
-                const f64* from = i + h < there ? to + h * width : nullptr;
-                for (s64 c = first; c < last; ++c) to[c] += from ? from[c] : 0.0;
-            }
-            there = there < h ? there : h;
-        }
+        byteback::add_tree(values, count, width, begin * 64, end * 64 < width ? end * 64 : width);
     });
 }
 
@@ -172,11 +136,11 @@ inline void add_tree(f64* values, s64 count, s64 width, int threads) {
 template <int sum_count, class Make, class Done>
 void walk_columns(s64 rows, s64 channels, f64* const* sums, int threads, const Make& make, const Done& done) {
     constexpr s64 kPiece = 1 << 14;  // elements: a piece and the next one stay in the second cache
-    const s64 blocks = ceil_div(rows, kStatisticsBlock), padded = round_up(channels, 16), width = sum_count * padded;
+    const s64 blocks = ceil_div(rows, kStatisticsBlock), padded = round_up(channels, 2 * kLanes), width = sum_count * padded;
     const s64 some = kPiece / channels, few = some < 4 ? 4 : some < kStatisticsBlock ? some : kStatisticsBlock;
     // Few blocks are cut into tiles of channels as well, or a thread would go without work.
     s64 tile = padded;
-    while (blocks * ceil_div(padded, tile) < 8 && tile > 64) tile = round_up(tile / 2, 16);
+    while (blocks * ceil_div(padded, tile) < 8 && tile > 64) tile = round_up(tile / 2, 2 * kLanes);
     const s64 tiles = ceil_div(channels, tile);
     f64* all = reinterpret_cast<f64*>(scratch<SumsTag>(blocks * width * sizeof(f64)));
     const auto walk_block = [&](auto& kernel, s64 index) {
@@ -188,8 +152,8 @@ void walk_columns(s64 rows, s64 channels, f64* const* sums, int threads, const M
             const bool missing = row + n == last && last - first < kStatisticsBlock;
             const Piece piece{row, n, all + block * width, padded, row == first, missing, (row + n) * channels};
             s64 c = from;
-            for (; c + 16 <= to; c += 16) kernel.template columns<2>(piece, c, AllLanes{});
-            for (; c + 8 <= to; c += 8) kernel.template columns<1>(piece, c, AllLanes{});
+            for (; c + 2 * kLanes <= to; c += 2 * kLanes) kernel.template columns<2>(piece, c, AllLanes{});
+            for (; c + kLanes <= to; c += kLanes) kernel.template columns<1>(piece, c, AllLanes{});
             if (c < to) kernel.template columns<1>(piece, c, FirstLanes(to - c));
         }
     };
@@ -197,7 +161,7 @@ void walk_columns(s64 rows, s64 channels, f64* const* sums, int threads, const M
         auto kernel = make();
         for (s64 begin, end; next(begin, end);)
             for (s64 index = begin; index < end; ++index) walk_block(kernel, index);
-        _mm_sfence();  // behind what was streamed
+        end_streams();  // behind what was streamed
         done(thread, kernel);
     });
     if (sum_count == 0) return;
@@ -207,4 +171,4 @@ void walk_columns(s64 rows, s64 channels, f64* const* sums, int threads, const M
 
 }  // namespace
 
-}  // namespace byteback::avx2
+}  // namespace byteback::BYTEBACK_PATH

@@ -4,12 +4,13 @@
 // The contract adds blocks of 64 rows in order. A thread gets most of a block's rows one behind the other, in a few pieces, and
 // the block's sums wait in between where they will be wanted at the end. Where a thread's rows begin or end within a block,
 // nobody has it whole: such a block is read again.
-#include <immintrin.h>
+// Compiled once per path, behind its vectors.
+#pragma once
 
 #include "block/epilogue.h"
-#include "block/x86/norm_stats_avx2.h"
+#include "block/vector/norm_stats.h"
 
-namespace byteback::avx2 {
+namespace byteback::BYTEBACK_PATH {
 
 namespace {
 
@@ -25,8 +26,8 @@ struct State {
     std::vector<s64> next;            // the row after those that a thread saw last, if it has counted all of their block
 
     State(s64 all_rows, s64 all_channels, f32* y, size_t threads)
-        : rows(all_rows), channels(all_channels), padded(round_up(channels, 16)), to(y),
-          stream(should_stream(y, rows, channels, 16)),
+        : rows(all_rows), channels(all_channels), padded(round_up(channels, 2 * kLanes)), to(y),
+          stream(should_stream(y, rows, channels, 2 * kLanes)),
           sums(reinterpret_cast<f64*>(scratch<BlockSumsTag>(static_cast<size_t>(blocks() * 2 * padded) * sizeof(f64)))),
           whole(static_cast<size_t>(blocks()), 0), stats(threads, ChannelStats(channels)), next(threads, -1) {}
 
@@ -40,8 +41,8 @@ struct State {
         const bool missing = row + count == last && last % kStatisticsBlock != 0;
         const Piece piece{row, count, sums + block * 2 * padded, padded, row % kStatisticsBlock == 0, missing, 0};
         s64 c = 0;
-        for (; c + 16 <= channels; c += 16) columns<2, copies>(stats[thread], piece, from, c, AllLanes{});
-        for (; c + 8 <= channels; c += 8) columns<1, copies>(stats[thread], piece, from, c, AllLanes{});
+        for (; c + 2 * kLanes <= channels; c += 2 * kLanes) columns<2, copies>(stats[thread], piece, from, c, AllLanes{});
+        for (; c + kLanes <= channels; c += kLanes) columns<1, copies>(stats[thread], piece, from, c, AllLanes{});
         if (c < channels) columns<1, copies>(stats[thread], piece, from, c, FirstLanes(channels - c));
         next[thread] = row + count;
         if (row + count == last) whole[static_cast<size_t>(block)] = 1;
@@ -50,8 +51,8 @@ struct State {
     template <int V, bool copies, class Lanes>
     BYTEBACK_INLINE void columns(ChannelStats& own, const Piece& piece, const f32* from, s64 c, Lanes lanes) {
         f32* const out = to + piece.row * channels + c;
-        const auto copy = [&](s64 i, int v, __m256 value) __attribute__((always_inline)) {
-            if constexpr (copies) put(out + i * channels + 8 * v, value, stream, lanes);
+        const auto copy = [&](s64 i, int v, Floats value) __attribute__((always_inline)) {
+            if constexpr (copies) lanes.store(out + i * channels + kLanes * v, value, stream);
         };
         own.template columns<V>(piece, c, from, channels, lanes, copy);
     }
@@ -69,7 +70,7 @@ void take(const Epilogue& all, s64 row, s64 rows, s64, s64, const f32* y) {
         row += count;
         y += count * state.channels;
     }
-    _mm_sfence();  // behind what was streamed
+    end_streams();  // behind what was streamed
 }
 
 }  // namespace
@@ -93,4 +94,4 @@ void with_statistics(s64 rows, s64 channels, f32* y, const Statistics& to, int t
     write_extremes(state.stats, channels, to.squares, to.low, to.high);
 }
 
-}  // namespace byteback::avx2
+}  // namespace byteback::BYTEBACK_PATH

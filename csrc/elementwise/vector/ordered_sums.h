@@ -1,68 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of additions of statistics_avx2.cpp: blocks of 64 rows, their halving tree, and packing for other layouts.
+// The order of additions of statistics.h: blocks of 64 rows, their halving tree, and packing for other layouts.
 //
 // A Statistic says how many float64 sums each channel has and how a Piece (rows of one block, channels of one tile) adds to
-// them. `ordered_sums` brings the pieces in the right order. Only for statistics_avx2.cpp.
+// them. `ordered_sums` brings the pieces in the right order. Only for statistics.h. Compiled once per path, behind its vectors
+// and its tiles (transpose8).
 #pragma once
-
-#include <immintrin.h>
 
 #include <cstring>
 #include <vector>
 
+#include "contract_vector.h"
 #include "core/parallel.h"
 #include "elementwise/rows.h"
 
-namespace byteback::avx2 {
+namespace byteback::BYTEBACK_PATH {
 
 namespace {
-
-// Eight floats as float64.
-struct Wide {
-    __m256d low, high;
-};
-
-inline Wide widen(__m256 x) {
-    return {_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))};
-}
-
-inline Wide widen_bytes(__m128i q) {
-    return {_mm256_cvtepi32_pd(_mm_cvtepi8_epi32(q)), _mm256_cvtepi32_pd(_mm_cvtepi8_epi32(_mm_srli_si128(q, 4)))};
-}
-
-struct AllLanes {
-    __m256 load(const f32* p) const { return _mm256_loadu_ps(p); }
-    // Converts from memory, which spares the shuffle of the upper half.
-    Wide wide(const f32* p, __m256) const { return {_mm256_cvtps_pd(_mm_loadu_ps(p)), _mm256_cvtps_pd(_mm_loadu_ps(p + 4))}; }
-    Wide integers(const s8* p) const { return {quarter(p), quarter(p + 4)}; }
-
-private:
-    static __m256d quarter(const s8* p) { return _mm256_cvtepi32_pd(_mm_cvtepi8_epi32(_mm_loadu_si32(p))); }
-};
-
-// n <= 8 bytes, the others 0; reads nothing behind them.
-inline s64 first_bytes(const s8* p, s64 n) {
-    u64 all = 0, part = 0;
-    if (n == 8) std::memcpy(&all, p, 8);
-    if (n & 4) std::memcpy(&all, p, 4);
-    if (n & 2) std::memcpy(&part, p + (n & 4), 2), all |= part << 8 * (n & 4);
-    if (n & 1) all |= static_cast<u64>(static_cast<u8>(p[n & 6])) << 8 * (n & 6);
-    return static_cast<s64>(all);
-}
-
-// The first `count` lanes; the others read nothing and are 0.
-struct FirstLanes {
-    s64 count;
-    __m256i mask;
-
-    explicit FirstLanes(s64 n)
-        : count(n < 8 ? n : 8),
-          mask(_mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<s32>(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))) {}
-
-    __m256 load(const f32* p) const { return _mm256_maskload_ps(p, mask); }
-    Wide wide(const f32*, __m256 x) const { return widen(x); }
-    Wide integers(const s8* p) const { return widen_bytes(_mm_cvtsi64_si128(first_bytes(p, count))); }
-};
 
 // Some rows of one block by the channels of one tile, channels together.
 struct Piece {
@@ -77,13 +30,13 @@ struct Piece {
 
     // Columns are read with large strides, which the hardware does not foresee. May lie behind the end: this never faults.
     void fetch_ahead(s64 c, s64 row) const {
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + c * ahead_channel + row * ahead_row), _MM_HINT_T1);
+        __builtin_prefetch(reinterpret_cast<const char*>(ahead + c * ahead_channel + row * ahead_row), 0, 2);
     }
 
     // The same for q, which has a quarter of the bytes.
     void fetch_integers_ahead(s64 c, s64 row) const {
         const uintptr_t next = reinterpret_cast<uintptr_t>(q + rows * q_stride);
-        _mm_prefetch(reinterpret_cast<const char*>(next + (c * ahead_channel + row * ahead_row) / 4), _MM_HINT_T1);
+        __builtin_prefetch(reinterpret_cast<const char*>(next + (c * ahead_channel + row * ahead_row) / 4), 0, 2);
     }
 };
 
@@ -96,44 +49,6 @@ struct Source {
 
 // ---- packing ---------------------------------------------------------------------------------------------------------
 
-// to[row][channel] = from[channel][row] for 8 x 8 floats.
-inline void transpose8(const f32* from, s64 from_stride, f32* to, s64 to_stride) {
-    __m256 a[8], b[8];
-    for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(from + i * from_stride);
-    for (int i = 0; i < 8; i += 2) {
-        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; ++j) {
-            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
-            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xEE);
-        }
-    for (int i = 0; i < 4; ++i) {
-        _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-        _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
-    }
-}
-
-// The same for bytes.
-inline void transpose8(const s8* from, s64 from_stride, s8* to, s64 to_stride) {
-    __m128i a[8], b[4], c[4];
-    for (int i = 0; i < 8; ++i) a[i] = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i * from_stride));
-    for (int i = 0; i < 4; ++i) b[i] = _mm_unpacklo_epi8(a[2 * i], a[2 * i + 1]);  // channels 2i, 2i+1 of rows 0..7
-    for (int i = 0; i < 2; ++i) {
-        c[2 * i] = _mm_unpacklo_epi16(b[2 * i], b[2 * i + 1]);  // channels 4i..4i+3 of rows 0..3
-        c[2 * i + 1] = _mm_unpackhi_epi16(b[2 * i], b[2 * i + 1]);
-    }
-    for (int i = 0; i < 2; ++i) {
-        const __m128i rows[2] = {_mm_unpacklo_epi32(c[i], c[i + 2]), _mm_unpackhi_epi32(c[i], c[i + 2])};
-        for (int j = 0; j < 2; ++j) {
-            s8* at = to + (4 * i + 2 * j) * to_stride;
-            _mm_storel_epi64(reinterpret_cast<__m128i*>(at), rows[j]);
-            _mm_storel_epi64(reinterpret_cast<__m128i*>(at + to_stride), _mm_unpackhi_epi64(rows[j], rows[j]));
-        }
-    }
-}
-
 // Fetches the rows of the next block: there are more planes than streams that the hardware can follow. May lie behind the end.
 template <class T>
 inline void fetch_planes(const T* from, s64 channel_stride, s64 width) {
@@ -141,7 +56,7 @@ inline void fetch_planes(const T* from, s64 channel_stride, s64 width) {
     for (s64 c = 0; c < width; ++c)
         for (s64 byte = 0; byte < kStatisticsBlock * static_cast<s64>(sizeof(T)); byte += 64) {
             const uintptr_t at = next + c * channel_stride * sizeof(T) + byte;
-            _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+            __builtin_prefetch(reinterpret_cast<const char*>(at));
         }
 }
 
@@ -159,17 +74,6 @@ void pack(const T* from, s64 row_stride, s64 channel_stride, s64 rows, s64 width
 }
 
 // ---- the halving tree ------------------------------------------------------------------------------------------------
-
-// Adds `count` numbers.
-inline f64 tree(const f64* values, s64 count) {
-    s64 padded = 1;
-    while (padded < count) padded *= 2;
-    std::vector<f64> sums(padded, 0.0);
-    for (s64 i = 0; i < count; ++i) sums[i] = values[i];
-    for (s64 half = padded / 2; half > 0; half /= 2)
-        for (s64 i = 0; i < half; ++i) sums[i] += sums[i + half];
-    return sums[0];
-}
 
 inline void add_vector(f64* to, const f64* from, s64 n) {
     for (s64 i = 0; i < n; ++i) to[i] += from[i];
@@ -194,7 +98,7 @@ struct Forest {
         for (residues = joint; residues < leaves && residues / joint * tiles < kUnits;) residues *= 2;
     }
 
-    s64 padded() const { return round_up(tile, 8); }
+    s64 padded() const { return round_up(tile, kLanes); }
     s64 units() const { return tiles * (residues / joint); }
 };
 
@@ -284,9 +188,9 @@ private:
             piece.rows = all - row < few ? all - row : few;
             plan_fetches(piece, V);
             s64 c = 0;
-            for (; c + 8 * V <= piece.width; c += 8 * V)
+            for (; c + kLanes * V <= piece.width; c += kLanes * V)
                 statistic_.template columns<V>(piece, c, AllLanes{}, sums + c, padded_, aside_);
-            for (; c < piece.width; c += 8)
+            for (; c < piece.width; c += kLanes)
                 statistic_.template columns<1>(piece, c, FirstLanes(piece.width - c), sums + c, padded_, aside_);
             piece.x += few * piece.x_stride;
             if (piece.q) piece.q += few * piece.q_stride;
@@ -299,7 +203,7 @@ private:
         const bool dense = piece.x_stride == piece.width;
         piece.ahead = reinterpret_cast<uintptr_t>(piece.x) + piece.rows * piece.x_stride * size;
         piece.ahead_channel = dense ? piece.rows * size : size;
-        piece.ahead_row = dense ? 8 * vectors * size : piece.x_stride * size;
+        piece.ahead_row = dense ? kLanes * vectors * size : piece.x_stride * size;
     }
 
     const Source& source_;
@@ -334,11 +238,10 @@ std::vector<f64> ordered_sums(const Source& source, const Statistic& statistic, 
     });
     for (int thread = 0; thread < threads; ++thread)
         for (size_t i = 0; i < aside.size(); ++i) join(aside[i], asides[thread * share + i]);
-    for (s64 half = forest.residues / 2; half > 0; half /= 2)
-        add_vector(totals.data(), totals.data() + half * width, half * width);
+    add_tree(totals.data(), forest.residues, width, 0, width);
     return totals;
 }
 
 }  // namespace
 
-}  // namespace byteback::avx2
+}  // namespace byteback::BYTEBACK_PATH

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// dx = (p * gm + q * x) + r of norm.h, eight floats at a time. Only for norm_*avx2.cpp.
+// dx = (p * gm + q * x) + r of norm.h, a vector of floats at a time. Compiled once per path, behind its vectors.
 #pragma once
 
-#include "block/x86/norm_rows_avx2.h"
+#include "block/vector/norm_rows.h"
 
-namespace byteback::avx2 {
+namespace byteback::BYTEBACK_PATH {
 
 namespace {
 
 // `at` is the element, `k` where its channels' constants lie, `m` the mask's byte.
 template <Stored stored, Gate gate, class Lanes>
-BYTEBACK_INLINE __m256 gradient_of(const Backward& from, s64 at, s64 k, s64 m, Lanes lanes) {
-    const __m256 x = kept_value<stored>(from.x, at, k, lanes);
-    const __m256 gm = gated<gate>(lanes.load(from.g + at), x, from, k, m);
-    const __m256 from_g = _mm256_mul_ps(_mm256_loadu_ps(from.p + k), gm);
-    const __m256 from_x = _mm256_mul_ps(_mm256_loadu_ps(from.q + k), x);
-    return _mm256_add_ps(_mm256_add_ps(from_g, from_x), _mm256_loadu_ps(from.r + k));
+BYTEBACK_INLINE Floats gradient_of(const Backward& from, s64 at, s64 k, s64 m, Lanes lanes) {
+    const Floats x = kept_value<stored>(from.x, at, k, lanes);
+    const Floats gm = gated<gate>(lanes.load(from.g + at), x, from, k, m, lanes);
+    const Floats from_g = load(from.p + k) * gm;
+    const Floats from_x = load(from.q + k) * x;
+    return (from_g + from_x) + load(from.r + k);
 }
 
 // For walk_rows: the rows from start(row) on.
@@ -32,11 +32,11 @@ struct GradientRun {
     }
 
     template <class Lanes>
-    BYTEBACK_INLINE __m256 value(s64 e, Lanes lanes) const {
+    BYTEBACK_INLINE Floats value(s64 e, Lanes lanes) const {
         return gradient_of<stored, gate>(from, at + e, e, mask_row + e / 8, lanes);
     }
 };
 
 }  // namespace
 
-}  // namespace byteback::avx2
+}  // namespace byteback::BYTEBACK_PATH

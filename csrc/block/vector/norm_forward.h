@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward passes of norm.h, eight floats at a time; norm_generic.cpp says the same in plain words.
-#include <immintrin.h>
+// The forward passes of norm.h, a vector of floats at a time; norm_generic.cpp says the same in plain words.
+// Compiled once per path, behind its vectors.
+#pragma once
 
 #include <utility>
 
-#include "core/avx2.h"
-#include "block/x86/norm_rows_avx2.h"
+#include "block/vector/norm_rows.h"
 
-namespace byteback::avx2 {
+namespace byteback::BYTEBACK_PATH {
 
 namespace {
 
@@ -21,23 +21,23 @@ Forward started(Forward from, s64 row) {
 template <Activation activation>
 struct PeakKernel {
     Forward whole, run;
-    __m256i peak[4];
+    Ints peak[4];
 
     PeakKernel(const Forward& from, s64 together) : whole(from) {
         const Constants k({from.a, from.b}, from.channels, together);
         whole.a = k[0], whole.b = k[1];
-        for (__m256i& p : peak) p = _mm256_setzero_si256();
+        for (Ints& p : peak) p = all32(0);
     }
 
     BYTEBACK_INLINE void start(s64 row) { run = started(whole, row); }
 
     template <class Lanes>
     BYTEBACK_INLINE void see(int v, s64 e, Lanes lanes) {
-        const __m256 value = activate<activation>(forward_z(run, e, lanes.load(run.x + e), lanes));
-        peak[v] = _mm256_max_epi32(peak[v], magnitude(lanes.only(value)));
+        const Floats value = activate<activation>(forward_z(run, e, lanes.load(run.x + e), lanes));
+        peak[v] = max32(peak[v], magnitude(lanes.only(value)));
     }
     BYTEBACK_INLINE void block(s64 e) {
-        for (int v = 0; v < 4; ++v) see(v, e + 8 * v, AllLanes{});
+        for (int v = 0; v < 4; ++v) see(v, e + kLanes * v, AllLanes{});
     }
     template <class Lanes>
     BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
@@ -46,7 +46,7 @@ struct PeakKernel {
 
     Report report() const {
         Tally tally;
-        for (const __m256i& p : peak) tally.peak = _mm256_max_epi32(tally.peak, p);
+        for (const Ints& p : peak) tally.peak = max32(tally.peak, p);
         return tally.report();
     }
 };
@@ -58,7 +58,7 @@ struct Keeper {
     const f32 *centre, *inverse;
 
     template <class Lanes>
-    BYTEBACK_INLINE void keep(s64 at, s64 k, __m256 x, Lanes lanes) const {
+    BYTEBACK_INLINE void keep(s64 at, s64 k, Floats x, Lanes lanes) const {
         if (kind == Stored::bf16)
             keep_bf16(static_cast<u16*>(values) + at, x, lanes);
         else
@@ -96,7 +96,7 @@ struct ApplyKernel {
         : whole(from),
           to(outcome),
           clip(outcome.clip),
-          stream(to.pitch == from.channels && should_stream(to.output, from.rows, from.channels, 8)) {
+          stream(to.pitch == from.channels && should_stream(to.output, from.rows, from.channels, kLanes)) {
         const Constants k({from.a, from.b, outcome.centre, nullptr}, from.channels, together);
         whole.a = k[0], whole.b = k[1];
         fill_inverse(outcome, from.channels, together, k[3]);
@@ -111,37 +111,37 @@ struct ApplyKernel {
     }
 
     template <class Lanes>
-    BYTEBACK_INLINE __m256 z_of(s64 e, __m256 x, Lanes lanes) const {
+    BYTEBACK_INLINE Floats z_of(s64 e, Floats x, Lanes lanes) const {
         if constexpr (anything) return forward_z(run, e, x, lanes);
-        const __m256 z = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(run.a + e), x), _mm256_loadu_ps(run.b + e));
-        return wants & kResidual ? _mm256_add_ps(z, lanes.load(run.residual + e)) : z;
+        const Floats z = load(run.a + e) * x + load(run.b + e);
+        return wants & kResidual ? z + lanes.load(run.residual + e) : z;
     }
 
     template <int V, class Lanes>
     BYTEBACK_INLINE void some(s64 e, Lanes lanes) {
         const bool masks = anything ? to.mask != nullptr : (wants & kMask) != 0;
         const bool floats = anything ? to.output != nullptr : (wants & kOutput) != 0;
-        __m256 value[V], y[V], given[V];
-        u32 mask = 0;
+        Floats value[V], y[V], given[V];
+        BlockBits mask = 0;
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
-            const __m256 x = lanes.load(run.x + e + 8 * v), z = z_of(e + 8 * v, x, lanes);
+            const Floats x = lanes.load(run.x + e + kLanes * v), z = z_of(e + kLanes * v, x, lanes);
             given[v] = x;
             value[v] = activate<activation>(z);
-            if (masks) mask |= static_cast<u32>(_mm256_movemask_ps(lanes.only(passes<activation>(z)))) << 8 * v;
-            if (floats) put(to.output + result + e + 8 * v, value[v], stream, lanes);
-            if (anything && keeper.values) keeper.keep(at + e + 8 * v, e + 8 * v, x, lanes);
+            if (masks) mask |= lane_bits(lanes.only(passes<activation>(z))) << kLanes * v;
+            if (floats) lanes.store(to.output + result + e + kLanes * v, value[v], stream);
+            if (anything && keeper.values) keeper.keep(at + e + kLanes * v, e + kLanes * v, x, lanes);
         }
         if constexpr (!anything && (wants & kKept) != 0)
             keep_some(static_cast<s8*>(keeper.values) + at + e, given, keeper.centre + e, keeper.inverse + e, lanes);
-        if (masks) std::memcpy(to.mask + mask_row + e / 8, &mask, V);
+        if (masks) std::memcpy(to.mask + mask_row + e / 8, &mask, V * lanes.mask_bytes());
         if (anything && !to.values) return;
         if constexpr (V == 1) value[0] = lanes.only(value[0]);
         tally.scale(value, clip, y);
-        __m256i q[V];
+        Ints q[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) q[v] = _mm256_cvtps_epi32(y[v]);
-        store_bytes(to.values + result + e, q, lanes);
+        for (int v = 0; v < V; ++v) q[v] = to_ints(y[v]);
+        lanes.store_bytes(to.values + result + e, q);
     }
     BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
     template <class Lanes>
@@ -163,7 +163,7 @@ struct KeepKernel {
 
     BYTEBACK_INLINE void start(s64 row) { at = row * channels; }
     BYTEBACK_INLINE void block(s64 e) {
-        for (int v = 0; v < 4; ++v) vector(e + 8 * v, AllLanes{});
+        for (int v = 0; v < 4; ++v) vector(e + kLanes * v, AllLanes{});
     }
     template <class Lanes>
     BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
@@ -226,4 +226,4 @@ void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome& to, int thre
         [](int, const KeepKernel&) {});
 }
 
-}  // namespace byteback::avx2
+}  // namespace byteback::BYTEBACK_PATH

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Σ, Σ², min and max of each channel, down the columns of a few rows at a time: for channel_stats, which reads a tensor, and for
-// the epilogue that counts rows on their way to memory. Only for norm_*avx2.cpp and statistics_epilogue_avx2.cpp.
+// the epilogue that counts rows on their way to memory. Compiled once per path, behind its vectors.
 #pragma once
 
-#include "block/x86/norm_rows_avx2.h"
+#include "block/vector/norm_rows.h"
 
-namespace byteback::avx2 {
+namespace byteback::BYTEBACK_PATH {
 
 namespace {
 
@@ -14,33 +14,33 @@ struct ChannelStats {
     std::vector<f32> low, high;  // of what is not NaN
 
     explicit ChannelStats(s64 channels)
-        : low(static_cast<size_t>(round_up(channels, 16)), std::numeric_limits<f32>::infinity()),
+        : low(static_cast<size_t>(round_up(channels, 2 * kLanes)), std::numeric_limits<f32>::infinity()),
           high(low.size(), -std::numeric_limits<f32>::infinity()) {}
 
-    // Columns c .. c + 8 V - 1 of the piece's rows, which lie `pitch` apart from `from` on. For each vector see(row, v, value).
+    // Columns c .. c + kLanes V - 1 of the piece's rows, which lie `pitch` apart from `from` on. For each vector see(row, v, value).
     template <int V, class Lanes, class See>
     BYTEBACK_INLINE void columns(const Piece& piece, s64 c, const f32* from, s64 pitch, Lanes lanes, const See& see) {
         Sums<V> total(piece.sums + c, piece.fresh), squares(piece.sums + piece.padded + c, piece.fresh);
-        __m256 least[V], most[V];
+        Floats least[V], most[V];
         for (int v = 0; v < V; ++v) {
-            least[v] = _mm256_loadu_ps(low.data() + c + 8 * v);
-            most[v] = _mm256_loadu_ps(high.data() + c + 8 * v);
+            least[v] = load(low.data() + c + kLanes * v);
+            most[v] = load(high.data() + c + kLanes * v);
         }
         from += c;
         for (s64 i = 0; i < piece.rows; ++i, from += pitch)
             for (int v = 0; v < V; ++v) {
-                const __m256 value = lanes.load(from + 8 * v);
-                const Wide wide = lanes.wide(from + 8 * v, value);
+                const Floats value = lanes.load(from + kLanes * v);
+                const Wide wide = lanes.wide(from + kLanes * v, value);
                 total.add(v, wide);
                 squares.add_product(v, wide, wide);
-                least[v] = _mm256_min_ps(value, least[v]);  // the second operand if one is NaN
-                most[v] = _mm256_max_ps(value, most[v]);
+                least[v] = smaller(value, least[v]);  // not a NaN
+                most[v] = larger(value, most[v]);
                 see(i, v, value);
             }
         total.save(piece.sums + c, piece.missing), squares.save(piece.sums + piece.padded + c, piece.missing);
         for (int v = 0; v < V; ++v) {
-            _mm256_storeu_ps(low.data() + c + 8 * v, least[v]);
-            _mm256_storeu_ps(high.data() + c + 8 * v, most[v]);
+            store(low.data() + c + kLanes * v, least[v]);
+            store(high.data() + c + kLanes * v, most[v]);
         }
     }
 };
@@ -63,4 +63,4 @@ inline void write_extremes(const std::vector<ChannelStats>& threads, s64 channel
 
 }  // namespace
 
-}  // namespace byteback::avx2
+}  // namespace byteback::BYTEBACK_PATH

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// One piece of a row at a time, eight floats at a time: what ApplyKernel of norm_avx2.cpp does with whole tensors.
-#include <immintrin.h>
+// One piece of a row at a time, a vector of floats at a time: what ApplyKernel of norm_forward.h does with whole tensors.
+// Compiled once per path, behind its vectors.
+#pragma once
 
 #include "block/epilogue.h"
-#include "block/x86/norm_rows_avx2.h"
+#include "block/vector/norm_rows.h"
 
-namespace byteback::avx2 {
+namespace byteback::BYTEBACK_PATH {
 
 namespace {
 
@@ -20,19 +21,19 @@ struct State {
 
 template <Activation activation, int V, class Lanes>
 BYTEBACK_INLINE void finish_some(const Forward& run, const Outcome& to, const Clip& clip, Tally& tally, s64 e, Lanes lanes) {
-    __m256 value[V], y[V];
+    Floats value[V], y[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-        value[v] = activate<activation>(forward_z(run, e + 8 * v, lanes.load(run.x + e + 8 * v), lanes));
-        if (to.output) lanes.store(to.output + e + 8 * v, value[v]);
+        value[v] = activate<activation>(forward_z(run, e + kLanes * v, lanes.load(run.x + e + kLanes * v), lanes));
+        if (to.output) lanes.store(to.output + e + kLanes * v, value[v]);
     }
     if (!to.values) return;
     if constexpr (V == 1) value[0] = lanes.only(value[0]);
     tally.scale(value, clip, y);
-    __m256i q[V];
+    Ints q[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) q[v] = _mm256_cvtps_epi32(y[v]);
-    store_bytes(to.values + e, q, lanes);
+    for (int v = 0; v < V; ++v) q[v] = to_ints(y[v]);
+    lanes.store_bytes(to.values + e, q);
 }
 
 template <Activation activation>
@@ -49,8 +50,8 @@ void finish_row(const Epilogue& all, s64 row, s64 channel, s64 count, const f32*
     if (to.output) to.output += row * to.pitch + channel;
     if (to.values) to.values += row * to.pitch + channel;
     s64 e = 0;
-    for (; e + 32 <= count; e += 32) finish_some<activation, 4>(run, to, state.clip, tally, e, AllLanes{});
-    for (; e + 8 <= count; e += 8) finish_some<activation, 1>(run, to, state.clip, tally, e, AllLanes{});
+    for (; e + kBlock <= count; e += kBlock) finish_some<activation, 4>(run, to, state.clip, tally, e, AllLanes{});
+    for (; e + kLanes <= count; e += kLanes) finish_some<activation, 1>(run, to, state.clip, tally, e, AllLanes{});
     if (e < count) finish_some<activation, 1>(run, to, state.clip, tally, e, FirstLanes(count - e));
     shared = tally;
 }
@@ -64,7 +65,7 @@ void finish_piece(const Epilogue& all, s64 row, s64 rows, s64 channel, s64 count
 
 Report with_epilogue(const Forward& from, const Outcome& to, int threads, void (*body)(const Epilogue&, void*), void* context) {
     // Vectors are read past the last channel.
-    std::vector<f32> a(static_cast<size_t>(from.channels + 8), 0.0f), b = a;
+    std::vector<f32> a(static_cast<size_t>(from.channels + kLanes), 0.0f), b = a;
     std::memcpy(a.data(), from.a, static_cast<size_t>(from.channels) * sizeof(f32));
     std::memcpy(b.data(), from.b, static_cast<size_t>(from.channels) * sizeof(f32));
     State state{Clip(to.clip), std::vector<OwnTally>(static_cast<size_t>(threads > 1 ? threads : 1))};
@@ -77,4 +78,4 @@ Report with_epilogue(const Forward& from, const Outcome& to, int threads, void (
     return joined(parts);
 }
 
-}  // namespace byteback::avx2
+}  // namespace byteback::BYTEBACK_PATH

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// One vector of the fused block's passes (norm.h): activations, gates, and how x was kept. Compiled once per path, behind its
+// vectors. Only for the other files of this folder.
+#pragma once
+
+#include "block/norm.h"
+#include "contract_vector.h"
+#include "elementwise/rows.h"
+
+namespace byteback::BYTEBACK_PATH {
+
+namespace {
+
+// Whether a float result is so large that no cache would hold it until it is read again; `whole` floats are written together.
+inline bool should_stream(const f32* to, s64 rows, s64 channels, s64 whole) {
+    constexpr s64 kLarge = 24 << 20;
+    const uintptr_t address = reinterpret_cast<uintptr_t>(to);
+    return to && channels % whole == 0 && address % (whole * sizeof(f32)) == 0 &&
+           rows * channels * static_cast<s64>(sizeof(f32)) > kLarge;
+}
+
+// The same for int8 results, of which `written` bytes are made and which are written in blocks.
+inline bool should_stream(const s8* to, s64 start, s64 written) {
+    constexpr s64 kLarge = 12 << 20;
+    return reinterpret_cast<uintptr_t>(to) % kBlock == 0 && start % kBlock == 0 && written > kLarge;
+}
+
+// ---- activations and gates -------------------------------------------------------------------------------------------
+
+BYTEBACK_INLINE Floats power_of_two(Ints n) { return floats_of(shl32(add32(n, all32(127)), 23)); }
+
+// norm.h says how. A NaN stays one to the end.
+BYTEBACK_INLINE Floats exponential(Floats t) {
+    t = smaller(all(kExpHighest), larger(all(kExpLowest), t));
+    const Floats n = round_even(t * all(kLog2E));
+    const Floats r = (t - n * all(kLn2High)) - n * all(kLn2Low);
+    const Floats square = r * r;
+    const Floats upper = all(kExp5) * r + all(kExp4);
+    const Floats lower = all(kExp3) * r + all(kExp2);
+    const Floats tail = upper * square + lower;
+    const Floats sum = (tail * square + r) + all(1.0f);
+    return sum * power_of_two(to_ints(n));
+}
+
+BYTEBACK_INLINE Floats one_plus_exp_of_minus(Floats z) { return all(1.0f) + exponential(negated(z)); }
+
+// A NaN stays one; -0 becomes +0.
+BYTEBACK_INLINE Floats above_zero(Floats z) { return dropped(at_most(z, all(0.0f)), z); }
+BYTEBACK_INLINE Floats below_six(Floats z) { return smaller(all(6.0f), z); }
+
+template <Activation activation>
+BYTEBACK_INLINE Floats activate(Floats z) {
+    if constexpr (activation == Activation::relu) return above_zero(z);
+    if constexpr (activation == Activation::relu6) return below_six(above_zero(z));
+    if constexpr (activation == Activation::hardswish) return (z * below_six(above_zero(z + all(3.0f)))) / all(6.0f);
+    if constexpr (activation == Activation::silu) return z / one_plus_exp_of_minus(z);
+    return z;
+}
+
+BYTEBACK_INLINE Mask between_zero_and_six(Floats z) { return both(greater(z, all(0.0f)), less(z, all(6.0f))); }
+
+// The lanes whose gradient passes.
+template <Activation activation>
+BYTEBACK_INLINE Mask passes(Floats z) {
+    if constexpr (activation == Activation::relu) return greater(z, all(0.0f));
+    if constexpr (activation == Activation::relu6) return between_zero_and_six(z);
+    return every_lane();
+}
+
+template <Gate gate>
+BYTEBACK_INLINE Floats slope(Floats z) {
+    if constexpr (gate == Gate::hardswish) {
+        const Floats line = z / all(3.0f) + all(0.5f);
+        const Floats upper = chosen(at_most(z, all(3.0f)), line, all(1.0f));
+        return dropped(less(z, all(-3.0f)), upper);
+    }
+    const Floats s = all(1.0f) / one_plus_exp_of_minus(z);
+    return s * (all(1.0f) + z * (all(1.0f) - s));
+}
+
+// gm. `k` is where the channels' a and b lie, `m` the mask's byte.
+template <Gate gate, class Lanes>
+BYTEBACK_INLINE Floats gated(Floats g, Floats x, const Backward& from, s64 k, s64 m, Lanes lanes) {
+    if constexpr (gate == Gate::open) return g;
+    if constexpr (gate == Gate::mask) return kept(lanes.mask(from.mask + m), g);
+    const Floats z = load(from.a + k) * x + load(from.b + k);
+    if constexpr (gate == Gate::relu) return kept(passes<Activation::relu>(z), g);
+    if constexpr (gate == Gate::relu6) return kept(between_zero_and_six(z), g);
+    return g * slope<gate>(z);
+}
+
+// ---- how x was kept --------------------------------------------------------------------------------------------------
+
+template <Stored stored, class Lanes>
+BYTEBACK_INLINE Floats kept_value(const Kept& x, s64 at, s64 k, Lanes lanes) {
+    if constexpr (stored == Stored::f32) return lanes.load(static_cast<const f32*>(x.values) + at);
+    if constexpr (stored == Stored::bf16) return floats_of(shl32(lanes.ints(static_cast<const u16*>(x.values) + at), 16));
+    const Floats q = to_floats(lanes.ints(static_cast<const s8*>(x.values) + at));
+    return q * load(x.step + k) + load(x.centre + k);
+}
+
+template <class Lanes>
+BYTEBACK_INLINE void keep_bf16(u16* to, Floats x, Lanes lanes) {
+    const Ints bits = bits_of(x), odd = and32(shr32(bits, 16), all32(1));
+    const Ints words = shr32(add32(add32(bits, all32(0x7FFF)), odd), 16);
+    lanes.store_words(to, chosen(is_nan(x), all32(0x7FC0), words));
+}
+
+// x as int8 around its centre, V vectors; as a rule none of it is NaN.
+template <int V, class Lanes>
+BYTEBACK_INLINE void keep_some(s8* to, const Floats (&x)[V], const f32* centre, const f32* inverse, Lanes lanes) {
+    Floats y[V];
+    Mask odd = no_lane();
+    Ints q[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+        y[v] = (x[v] - load(centre + kLanes * v)) * load(inverse + kLanes * v);
+        odd = either(odd, is_nan(y[v]));
+    }
+    const bool special = any(odd);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+        const Floats number = __builtin_expect(special, 0) ? nan_as_zero(y[v]) : y[v];
+        q[v] = to_ints(smaller(number, all(kMax)));
+    }
+    lanes.store_bytes(to, q);
+}
+
+// ---- from a number to a template argument ----------------------------------------------------------------------------
+
+template <auto value>
+struct Constant {
+    static constexpr auto is = value;
+};
+
+template <class Body>
+void with_activation(Activation activation, const Body& body) {
+    switch (activation) {
+        case Activation::none: return body(Constant<Activation::none>{});
+        case Activation::relu: return body(Constant<Activation::relu>{});
+        case Activation::relu6: return body(Constant<Activation::relu6>{});
+        case Activation::hardswish: return body(Constant<Activation::hardswish>{});
+        case Activation::silu: return body(Constant<Activation::silu>{});
+    }
+}
+
+template <Stored stored, class Body>
+void with_gate(Gate gate, const Body& body) {
+    const Constant<stored> kind;
+    switch (gate) {
+        case Gate::open: return body(kind, Constant<Gate::open>{});
+        case Gate::mask: return body(kind, Constant<Gate::mask>{});
+        case Gate::relu: return body(kind, Constant<Gate::relu>{});
+        case Gate::relu6: return body(kind, Constant<Gate::relu6>{});
+        case Gate::hardswish: return body(kind, Constant<Gate::hardswish>{});
+        case Gate::silu: return body(kind, Constant<Gate::silu>{});
+    }
+}
+
+// body(how x was kept, gate)
+template <class Body>
+void with_backward(const Backward& from, const Body& body) {
+    switch (from.x.kind) {
+        case Stored::f32: return with_gate<Stored::f32>(from.gate, body);
+        case Stored::bf16: return with_gate<Stored::bf16>(from.gate, body);
+        case Stored::s8: return with_gate<Stored::s8>(from.gate, body);
+    }
+}
+
+}  // namespace
+
+}  // namespace byteback::BYTEBACK_PATH

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantizer's step on the meta device: shapes, and no number is looked at.
+
+It stands for every device on which a look costs time. A training step that runs here runs there without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from byteback.ops.quantizer import DEVIATION, Gradient, floats_of, shapes
+
+
+class MetaSteps:
+    """The operations of ops/quantizer.py."""
+
+    def step(self, x: Gradient, state: Any, settings: Any, *_: Any) -> tuple[Tensor, Tensor]:
+        return shapes(floats_of(x), settings.axis())
+
+    def step_pair(
+        self, x: Gradient, states: Any, settings: tuple[Any, Any], key: Tensor | None, moment: Any, want_first: bool
+    ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]]:
+        first, second = (shapes(floats_of(x), each.axis()) for each in settings)
+        return (first if want_first else None), second
+
+    def adopt(self, q: tuple[Tensor, Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+        return q
+
+    def predict(
+        self, x: Tensor, tracked: Tensor, seen: Tensor, iteration: Tensor, settings: Any, slot: int, per_sample: bool, _: bool
+    ) -> tuple[Tensor, Tensor]:
+        return shapes(x, 0 if per_sample else settings.axis())
+
+    def tracked_clip(self, tracked: Tensor, seen: Tensor, slot: int, ordinal_known: bool) -> Tensor | None:
+        return tracked[slot].clone() if tracked.shape[1] == 1 else None
+
+    def fresh(self, x: Tensor, iteration: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
+        return shapes(x, settings.axis())
+
+    def factors(self, observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[Tensor]:
+        return [
+            rule.factor(torch.stack([copy[:, DEVIATION].amax() for copy in copies]).amax().double())
+            for copies, rule in zip(observed, rules, strict=True)
+        ]
+
+
+STEPS = MetaSteps()

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a quantizer's step means (ops/quantizer.py), in PyTorch and in the methods of its clip rule.
+
+    choose a clip      from the rule's memory where it holds one (`held`), else by a look at the tensor (`choose`)
+    quantize           under that clip; what was held may be corrected (`refit`) or found stale, and then chosen anew
+    refuse             a tensor with NaN or Inf, by the recipe's policy
+    remember           what the rule wants to keep, what was observed, and the clip that eval will use
+
+This code looks at numbers: it is a backend's own, and on a CPU that costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from byteback import ops
+from byteback.ops import magnitude
+from byteback.ops.block_grad import normalize_grad_quantize, normalize_grad_quantize_by_ratio
+from byteback.ops.programs import Averaged
+from byteback.ops.quantizer import (
+    CLIP,
+    COLUMNS,
+    DEVIATION,
+    NONFINITE,
+    OWN,
+    SATURATED,
+    WORST_CHANNEL,
+    BlockGradient,
+    Choice,
+    Gradient,
+    Memory,
+    Moment,
+    NonFiniteError,
+    State,
+    deviation_of,
+    floats_of,
+)
+from byteback.ops.types import Quantized
+
+
+class Entry(NamedTuple):
+    """How one tensor was quantized; NaN for a share that was not measured."""
+
+    clip: Tensor
+    remember: Tensor | None  # the clip rule's memory for the next step
+    searched: bool
+    iteration: int
+    saturated: float
+    deviation: float
+    own: tuple[float, ...]  # the rule's diagnostics
+    momentum: float  # of the tracked clip
+
+
+class Made(NamedTuple):
+    """A tensor under the clip that was chosen, and what the cast counted: share saturated, NaN or Inf values, max|x|."""
+
+    values: Tensor
+    scale: Tensor
+    choice: Choice
+    clip: Tensor
+    saturated: float
+    nonfinite: int
+    peak: Tensor
+
+
+class Steps:
+    """The operations of ops/quantizer.py. A backend overrides what it can do in fewer calls."""
+
+    # ---- operations ----
+
+    def step(self, x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment) -> tuple[Tensor, Tensor]:
+        now = int(moment.iteration)
+        made = self._made(x, settings, self._memory(state, settings, moment.slot, now), key)
+        if made.nonfinite:
+            return self._refuse_step(state, settings, moment.remember, made.values, made.scale, made.nonfinite, now)
+        if moment.remember and made.values.numel():
+            self._remember(state, settings, moment.slot, now, made, lambda: floats_of(x))
+        return made.values, made.scale
+
+    def step_pair(
+        self,
+        x: Gradient,
+        states: tuple[State, State],
+        settings: tuple[Any, Any],
+        key: Tensor | None,
+        moment: Moment,
+        want_first: bool,
+    ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]] | None:
+        rule = settings[0].rule.clip.program()
+        if type(rule) is not Averaged or not (x.parts.g if isinstance(x, BlockGradient) else x).numel():
+            return None
+        now, slot = int(moment.iteration), moment.slot
+        one, each = (state.clip[slot] if state.initialized.tolist()[slot] else None for state in states)
+        if isinstance(x, BlockGradient):
+            assert x.sums is not None, "a block whose layer makes two copies asks for them"
+            made = magnitude.gradient_pair(rule, x.parts, x.sums, one, each, key, want_one=want_first)
+        else:
+            made = magnitude.float_pair(rule, x, one, each, key, want_one=want_first)
+        results: list[tuple[Tensor, Tensor] | None] = []
+        for index, copy in enumerate((made.one, made.each)):
+            state, setting = states[index], settings[index]
+            if copy is not None and made.nonfinite:
+                copy = self._refuse_step(state, setting, moment.remember, *copy, made.nonfinite, now)
+            elif copy is not None and moment.remember:
+                clip, gaussian = made.clips.of(index)
+                share = made.saturated[index] / copy[0].numel()
+                choice = Choice(clip, remember=clip, diagnostics=(gaussian,))
+                own = Made(*copy, choice, clip, share, 0, clip)
+                self._remember(state, setting, slot, now, own, lambda: floats_of(x))
+            results.append(copy)
+        return results[0], results[1]  # type: ignore[return-value]
+
+    def adopt(
+        self,
+        q: tuple[Tensor, Tensor],
+        clip: Tensor,
+        counts: Tensor,
+        x: Callable[[], Tensor],
+        state: State,
+        settings: Any,
+        moment: Moment,
+    ) -> tuple[Tensor, Tensor]:
+        values, scale = q
+        saturated, nonfinite = counts.tolist()
+        count = values.numel()
+        if nonfinite:
+            now = int(moment.iteration)
+            return self._refuse_step(state, settings, moment.remember, values.clone(), scale.clone(), nonfinite, now)
+        if moment.remember and count:
+            choice = Choice(clip, remember=clip)
+            made = Made(values, scale, choice, clip, saturated / count, 0, clip)
+            self._remember(state, settings, moment.slot, int(moment.iteration), made, x)
+        return values, scale
+
+    def predict(
+        self,
+        x: Tensor,
+        tracked: Tensor,
+        seen: Tensor,
+        iteration: Tensor,
+        settings: Any,
+        slot: int,
+        per_sample: bool,
+        ordinal_known: bool,
+    ) -> tuple[Tensor, Tensor]:
+        axis = settings.axis()
+        if _is_tracked(seen, slot, ordinal_known):
+            clip = _shaped(tracked[slot], x, axis)
+            clip = clip.expand(x.shape[0], *clip.shape[1:]).contiguous() if per_sample else clip
+            values, scale, counts, _ = ops.quantize(x, clip, None)
+        else:
+            values, scale, _, counts = ops.quantize_max(x, 0 if per_sample else axis, None)
+        nonfinite = counts.tolist()[1]
+        if nonfinite:
+            return refuse(values, scale, settings, _outside_training(settings), nonfinite, int(iteration))
+        return values, scale
+
+    def tracked_clip(self, tracked: Tensor, seen: Tensor, slot: int, ordinal_known: bool) -> Tensor | None:
+        return tracked[slot].clone() if tracked.shape[1] == 1 and _is_tracked(seen, slot, ordinal_known) else None
+
+    def fresh(self, x: Tensor, iteration: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
+        made = self._made(x, settings, Memory(x.new_zeros(1), False, 0, 0), None)
+        if made.nonfinite:
+            # Skipping steps would never mend a weight that is NaN already.
+            policy = settings.on_nonfinite if settings.on_nonfinite == "propagate" else "raise"
+            return refuse(made.values, made.scale, settings, policy, made.nonfinite, int(iteration))
+        return made.values, made.scale
+
+    def factors(self, observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[Any]:
+        rows = [copy[:, DEVIATION] for copies in observed for copy in copies]
+        largest = iter(torch.stack(rows).amax(1).tolist())  # one look for all layers
+        return [rule.factor(max(next(largest) for _ in copies)) for copies, rule in zip(observed, rules, strict=True)]
+
+    # ---- a clip, and the integers under it ----
+
+    def _memory(self, state: State, settings: Any, slot: int, now: int) -> Memory:
+        rule = settings.rule
+        # A rule that does not say so must not look back: a forward that is run again has to choose as before.
+        known = rule.clip.looks_back and bool(state.initialized[slot])
+        updated_at = int(state.updated_at[slot]) if known else 0
+        return Memory(state.clip[slot], known, updated_at, now, rule.rounding == "stochastic", settings.axis())
+
+    def _made(self, x: Gradient, settings: Any, memory: Memory, key: Tensor | None) -> Made:
+        rule = settings.rule.clip
+        held = rule.held(memory) if memory.initialized else None
+        if held is not None:
+            # Where the direction will be measured the floats are needed anyway.
+            measures = memory.iteration % settings.observe_every == 0
+            source = floats_of(x) if measures else x
+            made = self._under(source, held, memory.axis, key)
+            fitting = None if made.nonfinite else rule.refit(held, float(made.peak), memory)
+            if fitting is not None:
+                made = self._under(source, fitting, memory.axis, key)
+            if made.nonfinite or not rule.is_stale(made.choice, made.saturated, float(made.peak)):
+                return made
+            memory = replace(memory, initialized=False)
+        floats = floats_of(x)
+        return self._under(floats, rule.choose(floats, settings.axis(), memory), settings.axis(), key)
+
+    def _under(self, x: Gradient, choice: Choice, axis: int, key: Tensor | None) -> Made:
+        """x under the clip of a choice, which is a tensor or a ratio of the maximum."""
+        if choice.clip is None:
+            clip, quantized = self._by_ratio(x, choice.ratio, axis, key)
+        elif isinstance(x, BlockGradient) and choice.clip.numel() == 1:
+            clip, quantized = choice.clip, normalize_grad_quantize(x.parts, choice.clip, key)
+        else:
+            floats = floats_of(x)
+            clip = _shaped(choice.clip, floats, axis) if choice.clip.dim() != floats.dim() else choice.clip
+            quantized = ops.quantize(floats, clip, key)
+        values, scale, counts, peak = quantized
+        saturated, nonfinite = counts.tolist()
+        return Made(values, scale, choice, clip, saturated / max(values.numel(), 1), nonfinite, peak)
+
+    def _by_ratio(self, x: Gradient, ratio: float, axis: int, key: Tensor | None) -> tuple[Tensor, Quantized]:
+        if isinstance(x, BlockGradient) and axis == 1:
+            return normalize_grad_quantize_by_ratio(x.parts, ratio, key)
+        floats = floats_of(x)
+        clip = ops.absmax(floats, axis) * ratio
+        return clip, ops.quantize(floats, clip, key)
+
+    # ---- what is written down ----
+
+    def _remember(self, state: State, settings: Any, slot: int, now: int, made: Made, x: Callable[[], Tensor]) -> None:
+        choice, deviation = made.choice, math.nan
+        if choice.searched or now % settings.observe_every == 0:
+            terms = ops.dot_terms(x(), made.values, made.scale).tolist()
+            deviation = deviation_of(*terms)
+            state.unshared[slot, :NONFINITE].copy_(state.unshared.new_tensor([*terms, 1.0]))
+            if settings.by_channel:
+                stochastic = settings.rule.rounding == "stochastic"
+                state.observed[slot, WORST_CHANNEL] = worst_channel(x(), made.clip, stochastic)
+        own = tuple(float(value) for value in choice.diagnostics)
+        self.write(
+            state,
+            slot,
+            Entry(made.clip, choice.remember, choice.searched, now, made.saturated, deviation, own, settings.momentum),
+        )
+
+    def write(self, state: State, slot: int, entry: Entry) -> None:
+        """Writes one entry into row `slot`."""
+        if entry.remember is not None:
+            row = state.clip[slot]
+            row.copy_(_fitting(entry.remember, row))
+            state.initialized[slot] = 1.0
+        if entry.searched:
+            state.updated_at[slot] = entry.iteration
+        columns = state.observed[slot].tolist()
+        own = [OWN, *range(COLUMNS, COLUMNS + len(entry.own) - 1)][: len(entry.own)]
+        for column, value in ((SATURATED, entry.saturated), (DEVIATION, entry.deviation), *zip(own, entry.own, strict=True)):
+            if not math.isnan(value):
+                columns[column] = value
+        columns[CLIP] = float(entry.clip.amax())
+        state.observed[slot].copy_(torch.tensor(columns, dtype=torch.float32, device=state.observed.device))
+        if state.tracked is not None:
+            _track(state.tracked[slot], entry.clip, bool(state.seen[slot]), entry.momentum)
+        state.seen[slot] = 1.0
+
+    def _refuse_step(
+        self, state: State, settings: Any, remember: bool, values: Tensor, scale: Tensor, nonfinite: int, now: int
+    ) -> tuple[Tensor, Tensor]:
+        """Counts a tensor with NaN or Inf and deals with it."""
+        # Outside training, and in a forward that is run again, there is no step to skip and nothing to count.
+        policy = _outside_training(settings)
+        if remember or settings.role == "grad_output":
+            state.nonfinite.add_(1)
+            state.unshared[0, NONFINITE] += 1.0
+            policy = settings.on_nonfinite
+        return refuse(values, scale, settings, policy, nonfinite, now)
+
+
+def refuse(values: Tensor, scale: Tensor, settings: Any, policy: str, nonfinite: int, iteration: int) -> tuple[Tensor, Tensor]:
+    """What a tensor with NaN or Inf becomes."""
+    if policy == "raise":
+        raise NonFiniteError(
+            f"{settings.layer}: {settings.role} holds {nonfinite} NaN or Inf values at iteration {iteration}; int8 has "
+            "neither, so it cannot be quantized. Lower the learning rate or look for the layer that overflowed; "
+            'on_nonfinite="skip" drops such steps, on_nonfinite="propagate" hands NaN on (for a GradScaler).'
+        )
+    return values.zero_(), scale.fill_(math.nan if policy == "propagate" else 1.0)
+
+
+def _outside_training(settings: Any) -> str:
+    """There is no step to skip: a prediction from NaN is NaN."""
+    return "raise" if settings.on_nonfinite == "raise" else "propagate"
+
+
+def _is_tracked(seen: Tensor, slot: int, ordinal_known: bool) -> bool:
+    """Whether training has left a clip for this call, and it is known which."""
+    flags = seen.tolist()
+    # A layer with several call sites that is called on its own: which of its clips is meant cannot be known.
+    return bool(flags[slot]) and (ordinal_known or int(sum(flags)) == 1)
+
+
+def worst_channel(x: Tensor, clip: Tensor, stochastic: bool) -> Tensor:
+    """The largest deviation of a channel, as its rounding is expected to give it; a channel of zeros has none."""
+    clips = clip.reshape(1, -1).expand(1, x.shape[1])
+    xq, qq, xx = ops.channel_cosine_terms(x, clips, stochastic)[0]
+    norm = (qq * xx).sqrt()
+    deviation = 1.0 - torch.where(norm > 0.0, xq / norm, 0.0)
+    return torch.where(xx > 0.0, deviation, 0.0).amax()
+
+
+def _shaped(remembered: Tensor, x: Tensor, axis: int) -> Tensor:
+    return remembered.reshape([-1 if dim == axis else 1 for dim in range(x.dim())])
+
+
+def _track(tracked: Tensor, clip: Tensor, seen: bool, momentum: float) -> None:
+    """Exponential average of the clips seen in training, for eval."""
+    entries = _fitting(clip, tracked)
+    if seen:
+        tracked.mul_(1.0 - momentum).add_(entries * momentum)
+    else:
+        tracked.copy_(entries)
+
+
+def _fitting(clip: Tensor, row: Tensor) -> Tensor:
+    """Scales per sample have no fixed shape: of those the largest clip is kept."""
+    entries = clip.reshape(-1)
+    return entries if entries.numel() == row.numel() else entries.amax()
+
+
+STEPS = Steps()

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Above the backends no code looks at a tensor's numbers in a training step: on a GPU each look would wait for all work so far.
+
+Every way from a tensor to a Python number is watched, and the file that takes it is named. A backend may look inside its own
+operation, where that is free; so may a clip rule that a backend calls.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import byteback
+from small_blocks import Net
+
+PACKAGE = str(Path(byteback.__file__).parent)
+WAYS = ("tolist", "item", "__int__", "__float__", "__bool__", "__index__", "__contains__", "cpu", "numpy", "nonzero")
+RECIPES = ["plain-int8", "unified-int8", "distribution-adaptive-int8"]
+STEPS = 12  # a search at 0 and at 10, measurements at 0 and 10
+
+
+def looker() -> str | None:
+    """Where the look comes from: None for PyTorch's own, and for a backend's."""
+    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
+    inside = [frame for frame in frames if "/ops/" in frame.filename]
+    if not frames or frames[-1] in inside:
+        return None
+    return f"{frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].lineno} {frames[-1].line}"
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Counts looks by where they come from."""
+    seen: Counter[str] = Counter()
+    busy = [False]
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            if not busy[0]:
+                busy[0] = True
+                try:
+                    where = looker()
+                    if where is not None:
+                        seen[f"{name} at {where}"] += 1
+                finally:
+                    busy[0] = False
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, name, watching)
+
+    with monkeypatch.context() as patch:
+        for way in WAYS:
+            watch(Tensor, way)
+        watch(torch, "equal")
+        yield seen
+
+
+def connected(recipe: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = byteback.prepare(Net(), recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    byteback.scale_learning_rates(optimizer, model)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, device: str = "cpu") -> None:
+    for step in range(steps):
+        x = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(step)).to(device)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), torch.zeros((), device=device)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("path", ["reference", None])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_looks_at_nothing_above_the_backends(recipe: str, path: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = connected(recipe)
+    with watched(monkeypatch) as seen:
+        if path is None:
+            train(model, optimizer, STEPS)
+        else:
+            with byteback.path(path):
+                train(model, optimizer, STEPS)
+    assert not seen, "\n" + "\n".join(f"{count:4} {where}" for where, count in seen.most_common())
+
+
+def test_a_look_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch itself: `health` looks, and says so in numbers."""
+    model, optimizer = connected("unified-int8")
+    train(model, optimizer, 1)
+    with watched(monkeypatch) as seen:
+        byteback.health(model)
+    assert seen
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_whole_step_runs_where_every_look_is_an_error(recipe: str, fuse: bool) -> None:
+    """Meta tensors have shapes and no numbers: what runs on them runs on a GPU without waiting for it."""
+    torch.manual_seed(0)
+    model = byteback.prepare(Net(), recipe, fuse=fuse).to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    byteback.scale_learning_rates(optimizer, model)
+    train(model, optimizer, 2, device="meta")
+    assert all(parameter.grad is not None for parameter in model.parameters())
