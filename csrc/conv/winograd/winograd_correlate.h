@@ -201,7 +201,7 @@ void correlate_share(const Correlation& c, const Share& share) {
     own.reserve(arena, c, p);
     for (s64 tile = share.tile_begin; tile < share.tile_end; tile += p.batch_tiles)
         correlate_batch(c, p, share, tile, std::min(p.batch_tiles, share.tile_end - tile), own);
-    _mm_sfence();
+    end_streams();
 }
 
 // Into how many parts the result channels are split, so that a thread has the least to do; the tiles are split into threads /

@@ -6,7 +6,7 @@
 
 #include <cstring>
 
-#include "conv/winograd/winograd_tile.h"
+#include "conv/winograd/x86/winograd_panel.h"
 
 namespace byteback {
 namespace {

@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 
-#include "conv/winograd/winograd_tile.h"
+#include "conv/winograd/x86/winograd_panel.h"
 
 namespace byteback {
 namespace {
