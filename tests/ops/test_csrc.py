@@ -53,3 +53,15 @@ def test_includes_are_relative_to_csrc() -> None:
     for path in FILES:
         for name in re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8")):
             assert (CSRC / name).is_file(), f"{path.relative_to(CSRC)} includes {name}"
+
+
+def test_lines_are_within_the_limit() -> None:
+    """clang-format leaves comments alone."""
+    offences = [
+        f"{path.relative_to(CSRC)}:{number}"
+        for path in FILES
+        if path.parent.name != "bindings"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 128
+    ]
+    assert not offences, offences

@@ -75,8 +75,8 @@ GradWeightPlan plan_grad_weight(const GradWeight& g, int threads) {
 struct GradWeightThread {
     s16* gradients;  // panels of a chunk
     s16* inputs;
-    s32* products;   // [k][position][c], 16 of each
-    Half* strip;     // see Strip
+    s32* products;  // [k][position][c], 16 of each
+    Half* strip;    // see Strip
 
     void reserve(Arena& arena, const GradWeight& g, const GradWeightPlan& p) {
         const s64 size = panel_size(p.chunk_tiles);
@@ -211,7 +211,8 @@ void add_parts(const GradWeight& g, const GradWeightPlan& p, const s32* sums, in
             for (s64 part = 0; part < p.tile_parts; ++part)
                 for (s64 j = 0; j < kPanel; ++j) total[j] += sums[part * p.part_size(g.out_channels()) + row * p.row + c + j];
             for (s64 j = 0; j < count; ++j)
-                g.dw[row / 9 * g.dw_row + row % 9 * g.in_channels() + c + j] = static_cast<f32>(total[j]) * g.factor.at(row / 9, c + j);
+                g.dw[row / 9 * g.dw_row + row % 9 * g.in_channels() + c + j] =
+                    static_cast<f32>(total[j]) * g.factor.at(row / 9, c + j);
         }
     });
 }

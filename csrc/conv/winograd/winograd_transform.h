@@ -114,8 +114,8 @@ struct Tiling {
     s64 frames;         // of a clip of `data`
     s64 result_frames;  // of a clip of the result
     s64 shift;
-    s64 count;          // tiles of all clips
-    const s8* zeros;    // as many as channels: what lies outside of a frame, or of a clip
+    s64 count;        // tiles of all clips
+    const s8* zeros;  // as many as channels: what lies outside of a frame, or of a clip
 
     s64 per_image() const { return tiles_h * tiles_w; }
 };
