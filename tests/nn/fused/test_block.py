@@ -88,13 +88,9 @@ def test_network_matches_the_unfused_path(norm: str, channels_last: bool) -> Non
         b, grads_b = step(unfused, x)
         assert_near(a, b)
         for ga, gb in zip(grads_a, grads_b, strict=True):
-            assert_near(ga, gb, 0.05)
+            assert_near(ga, gb)
     for (name, buffer), other in zip(fused.named_buffers(), unfused.buffers(), strict=True):
-        if name.endswith("grad_output.clip"):
-            # The ratio is where a flat curve is lowest: gradients that differ by 1 % move it by several.
-            torch.testing.assert_close(buffer[:, 0], other[:, 0], rtol=5e-2, atol=0.0, msg=name)
-            buffer, other = buffer[:, 1:], other[:, 1:]
-        torch.testing.assert_close(buffer, other, rtol=2e-2, atol=2e-3, msg=name)
+        torch.testing.assert_close(buffer, other, rtol=1e-4, atol=1e-5, msg=name)
     fused.eval(), unfused.eval()
     with torch.no_grad():
         assert_near(fused(x), unfused(x))
@@ -108,7 +104,7 @@ def test_activations(act: nn.Module) -> None:
     b, grads_b = step(unfused, x)
     assert_near(a, b)
     for ga, gb in zip(grads_a, grads_b, strict=True):
-        assert_near(ga, gb, 0.05)
+        assert_near(ga, gb)
 
 
 @pytest.mark.parametrize("size", [(1, 5, 5, 7), (3, 5, 1, 1), (2, 5, 33, 3), (1, 5, 1, 2)])
@@ -119,7 +115,7 @@ def test_odd_sizes(size: tuple[int, ...]) -> None:
     b, grads_b = step(unfused, x)
     assert_near(a, b)
     for ga, gb in zip(grads_a, grads_b, strict=True):
-        assert_near(ga, gb, 0.05)
+        assert_near(ga, gb)
 
 
 def test_one_value_per_channel_is_refused_as_torch_does() -> None:
@@ -148,7 +144,7 @@ def test_frozen_statistics_and_parameters() -> None:
         assert model.first.norm1.weight.grad is None and model.first.conv1.weight.grad is None
         grads.append([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
     for ga, gb in zip(*grads, strict=True):
-        assert_near(ga, gb, 0.05)
+        assert_near(ga, gb)
     assert torch.equal(before, fused.norm.running_mean)
 
 
@@ -176,7 +172,7 @@ def test_two_forwards_then_backward_and_retained_graphs() -> None:
         loss.backward()
         grads.append([p.grad for p in model.parameters()])
     for ga, gb in zip(*grads, strict=True):
-        assert_near(ga, gb, 0.05)
+        assert_near(ga, gb)
 
 
 def test_saved_tensors_hooks_see_plain_tensors() -> None:
@@ -216,7 +212,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     b, grads_b = step(plain, x)
     assert torch.equal(a, b)
     for ga, gb in zip(grads_a, grads_b, strict=True):
-        assert_near(ga, gb, 0.02)
+        assert_near(ga, gb)
 
 
 def test_a_block_used_twice() -> None:
@@ -235,7 +231,7 @@ def test_a_block_used_twice() -> None:
     b, grads_b = step(unfused, x)
     assert_near(a, b)
     for ga, gb in zip(grads_a, grads_b, strict=True):
-        assert_near(ga, gb, 0.05)
+        assert_near(ga, gb)
     assert int((fused.body.conv1.quantizers.input.seen > 0).sum()) == 2
 
 
@@ -302,30 +298,44 @@ def test_inference_without_grad_in_training_and_eval() -> None:
         assert_near(fused(x[:1]), fused(x)[:1], 1e-4)
 
 
-@pytest.mark.parametrize(("memory", "share", "tolerance"), [("bfloat16", 0.75, 0.05), ("int8", 0.6, 0.1)])
+@pytest.mark.parametrize(("memory", "share", "tolerance"), [("bfloat16", 0.75, 0.05), ("int8", 0.6, 0.06)])
 def test_a_smaller_norm_memory_saves_bytes_and_keeps_the_direction(memory: str, share: float, tolerance: float) -> None:
+    (output, grads, saved), (small_output, small_grads, small_saved) = (
+        step_and_bytes(byteback.PlainInt8(norm_memory=kind)) for kind in ("float32", memory)
+    )
+    assert torch.equal(small_output, output) and small_saved < share * saved
+    # Gradients that differ by a small δ are rounded to other integers with a probability of δ / step, which moves them by a
+    # step: √(δ · step) in the mean. That is what is seen here; the next test has no integers in its way.
+    for ga, gb in zip(small_grads, grads, strict=True):
+        assert_near(ga, gb, tolerance)
+
+
+@pytest.mark.parametrize(("memory", "tolerance"), [("bfloat16", 0.005), ("int8", 0.02)])
+def test_a_smaller_norm_memory_changes_gradients_by_its_own_rounding(memory: str, tolerance: float) -> None:
+    """The input of a norm is off by step / √12 = reach / (127 · √12), which is 0.8 % of a deviation where the reach is 3 to 4 of
+    them (int8), or by about 2^-9 = 0.2 % (bfloat16). Five norms in a row would make 4 % and 1 % of it, if all of the gradient
+    went through the norm's own part of it; less than half does. test_block_oracle.py has the exact values of one block."""
+    (_, grads, _), (_, small_grads, _) = (
+        step_and_bytes(byteback.PlainInt8(norm_memory=kind, grad_input=False, grad_weight=False))
+        for kind in ("float32", memory)
+    )
+    for ga, gb in zip(small_grads, grads, strict=True):
+        assert_near(ga, gb, tolerance)
+
+
+def step_and_bytes(recipe: byteback.Recipe) -> tuple[Tensor, list[Tensor], int]:
+    """A step of a small net: its output, its gradients, and how much memory autograd kept."""
     torch.manual_seed(2)
-    model = Net(channels=16)
-    reference = byteback.prepare(copy.deepcopy(model), byteback.PlainInt8(norm_memory="float32"))
-    small = byteback.prepare(copy.deepcopy(model), byteback.PlainInt8(norm_memory=memory))
-    x = torch.randn(8, 3, 16, 16)
-    outputs, grads, saved = [], [], []
-    for each in (reference, small):
-        storages: dict[int, int] = {}
+    model, x = byteback.prepare(Net(channels=16), recipe), torch.randn(8, 3, 16, 16)
+    storages: dict[int, int] = {}
 
-        def pack(t: Tensor, storages: dict[int, int] = storages) -> Tensor:
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            output, gradients = step(each, x)
-        outputs.append(output)
-        grads.append(gradients)
-        saved.append(sum(storages.values()))
-    assert torch.equal(*outputs)
-    for ga, gb in zip(*grads, strict=True):
-        assert_near(gb, ga, tolerance)
-    assert saved[1] < share * saved[0]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output, gradients = step(model, x)
+    return output, gradients, sum(storages.values())
 
 
 def test_a_block_without_norm_saves_a_mask_and_no_floats() -> None:

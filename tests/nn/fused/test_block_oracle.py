@@ -6,7 +6,8 @@ nothing is lost in the noise of quantization:
 
     y       the product, the norm's state and the output          up to float32 rounding
     y kept  step / 2 from y (int8), 2^-8 · |y| (bfloat16)
-    g_q     the int8 copies of the gradient of y                  less than one step from the gradient at the kept y, clipped
+    g       the gradient of y at the kept y, as floats            up to float32 rounding (where grad_input stays float)
+    g_q     its int8 copies                                       less than one step from it, clipped
     grads   of x and weight: the products of those integers       up to float32 rounding
             of gamma, beta, bias and residual                     up to float32 rounding
 
@@ -18,6 +19,7 @@ derivative uncertain; the drawn numbers have none, which is asserted.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +30,8 @@ from torch.nn import grad as conv_grad
 
 import byteback
 from byteback import ops
+from byteback.nn.autograd import ConvProducts
+from byteback.nn.fused.sources import Floats, attach_source
 from byteback.ops import native
 
 ROUNDING = 2.0**-19
@@ -42,8 +46,14 @@ KINKS = {"none": (), "relu": (0.0,), "relu6": (0.0, 6.0), "hardswish": (-3.0, 3.
 STEEPEST = 1.5  # of all derivatives, that of hardswish at 3
 SMOOTH = ("hardswish", "silu")
 FORMS = [("batch", "float32"), ("batch", "bfloat16"), ("batch", "int8"), ("given", "float32"), ("none", "float32")]
-RECIPES = [byteback.PlainInt8, byteback.UnifiedInt8, byteback.DistributionAdaptiveInt8]
-PATHS = ["reference", native.available()[0]] if native.available()[0] != "reference" else ["reference"]
+RECIPES: dict[str, Any] = {
+    "plain": byteback.PlainInt8,
+    "unified": byteback.UnifiedInt8,
+    "distribution-adaptive": byteback.DistributionAdaptiveInt8,
+    "plain, grad_input in float": partial(byteback.PlainInt8, grad_input=False),
+    "plain, residual in int8": partial(byteback.PlainInt8, residual_memory="int8"),
+}
+CASES = [*((recipe, native.available()[0]) for recipe in RECIPES), ("plain, grad_input in float", "reference")]
 
 
 class OneBlock(nn.Module):
@@ -75,9 +85,9 @@ class Int8Operand(NamedTuple):
         return self.values.double() * self.scale.double()
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Int8Operand, Int8Operand]]:
-    """The int8 operands of the last product of each kind."""
-    seen: dict[str, tuple[Int8Operand, Int8Operand]] = {}
+def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The int8 operands of the last product of each kind; "float": the gradient that a float product was given."""
+    seen: dict[str, Any] = {}
     for name in ("conv_int8", "conv_normalize_batch", "conv_int8_grad_input", "conv_int8_grad_weight"):
         original = getattr(ops, name)
 
@@ -89,6 +99,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Int8Operand, In
             return run(a, sa, b, sb, *rest, **o)
 
         monkeypatch.setattr(ops, name, record)
+    float_product = ConvProducts.float_grad_input
+
+    def record_floats(self: ConvProducts, g: Tensor, *rest: Any) -> Tensor:
+        seen["float"] = g.clone()
+        return float_product(self, g, *rest)
+
+    monkeypatch.setattr(ConvProducts, "float_grad_input", record_floats)
     return seen
 
 
@@ -196,12 +213,18 @@ def block_of(output: Tensor) -> Any:
 
 def check_step(model: OneBlock, x: Tensor, residual: Tensor, g: Tensor, memory: str, seen: dict[str, Any]) -> None:
     x, residual = x.clone().requires_grad_(), residual.clone().requires_grad_()
+    added = residual.detach()
+    if model.conv.recipe.residual_memory == "int8":  # type: ignore[union-attr]
+        source = Floats(added)
+        attach_source(residual, source)
+        added, scale = source.int8().q.dequantize(), source.int8().q.scale
+        assert bool(((added - residual).abs() <= scale * (0.5 + ROUNDING)).all())
     model.zero_grad()
     if model.norm is not None:
         before = model.norm.running_mean.clone()
     output = model(x, residual)
     x_q, w_q = seen["output"]
-    oracle = Oracle(model, x_q, w_q, residual.detach())
+    oracle = Oracle(model, x_q, w_q, added)
     if not oracle.batch and model.norm is not None:
         assert torch.equal(before, model.norm.running_mean)
     near(output.detach(), ACTIVATIONS[model.activation](oracle.z), STEEPEST * oracle.z_size + 1.0, "output")
@@ -230,39 +253,47 @@ def check_step(model: OneBlock, x: Tensor, residual: Tensor, g: Tensor, memory: 
 
 
 def check_products(x: Tensor, weight: Tensor, y_grad: tuple[Tensor, Tensor], seen: dict[str, Any]) -> None:
-    """The int8 copies of y's gradient, and the two products of them."""
-    (g_q, w_q), (g_q_for_weight, x_q) = seen["conv_int8_grad_input"], seen["conv_int8_grad_weight"]
-    value, size = y_grad
-    for copy in (g_q, g_q_for_weight):
-        scale = copy.scale.double()
-        clipped = torch.minimum(torch.maximum(value, -127.0 * scale), 127.0 * scale)
-        off = (copy.exact() - clipped).abs() - scale - ROUNDING * size
-        assert float(off.max()) <= 0.0, f"a gradient's integer is {float((off / scale).max())} steps too far"
-        assert int(copy.values.abs().max()) > 60, "a gradient of zeros proves nothing"
-    assert torch.equal(x_q.values, seen["output"][0].values) and torch.equal(w_q.values, seen["output"][1].values)
+    """The int8 copies of y's gradient (or the gradient itself, where a product runs in float), and the two products of them."""
+    g_q, x_q = seen["conv_int8_grad_weight"]
+    copies = [g_q]
+    if "float" in seen:
+        near(seen["float"], *y_grad, "gradient of y")
+        g, w = seen["float"].double(), weight.detach().double()
+    else:
+        copies.append(seen["conv_int8_grad_input"][0])
+        g, w = (operand.exact() for operand in seen["conv_int8_grad_input"])
+        assert torch.equal(seen["conv_int8_grad_input"][1].values, seen["output"][1].values)
+    assert torch.equal(x_q.values, seen["output"][0].values)
+    for copy in copies:
+        check_copy(copy, *y_grad)
     for actual, product, operands in (
-        (x.grad, lambda g, w: conv_grad.conv2d_input(x.shape, w, g, padding=1), (g_q.exact(), w_q.exact())),
-        (
-            weight.grad,
-            lambda g, x: conv_grad.conv2d_weight(x, weight.shape, g, padding=1),
-            (g_q_for_weight.exact(), x_q.exact()),
-        ),
+        (x.grad, lambda g, w: conv_grad.conv2d_input(x.shape, w, g, padding=1), (g, w)),
+        (weight.grad, lambda g, x: conv_grad.conv2d_weight(x, weight.shape, g, padding=1), (g_q.exact(), x_q.exact())),
     ):
-        near(actual, product(*operands), 2.0**-20 * product(*(operand.abs() for operand in operands)), "product")  # type: ignore
+        size = product(*(operand.abs() for operand in operands))
+        near(actual, product(*operands), size if actual is x.grad and "float" in seen else 2.0**-20 * size, "product")
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.slug)
+def check_copy(copy: Int8Operand, value: Tensor, size: Tensor) -> None:
+    """Stochastic rounding moves each element by less than a step, after it was clipped."""
+    scale = copy.scale.double()
+    clipped = torch.minimum(torch.maximum(value, -127.0 * scale), 127.0 * scale)
+    off = (copy.exact() - clipped).abs() - scale - ROUNDING * size
+    assert float(off.max()) <= 0.0, f"a gradient's integer is {float((off / scale).max())} steps too far"
+    assert int(copy.values.abs().max()) > 60, "a gradient of zeros proves nothing"
+
+
+@pytest.mark.parametrize(("recipe", "path"), CASES)
 @pytest.mark.parametrize("adds", [False, True], ids=["alone", "adds"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("norm", "memory"), FORMS)
 def test_a_block_computes_what_it_stands_for(
-    norm: str, memory: str, activation: str, adds: bool, recipe: Any, path: str, monkeypatch: pytest.MonkeyPatch
+    norm: str, memory: str, activation: str, adds: bool, recipe: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (norm, activation, adds) == ("none", "none", False):
-        pytest.skip("a convolution alone is no block")
+    if (norm, activation, adds) == ("none", "none", False) or (not adds and recipe == "plain, residual in int8"):
+        return  # a convolution alone is no block, and nothing is added
     model = OneBlock(norm, activation, adds)
-    byteback.prepare(model, recipe(first_conv=True, norm_memory=memory))
+    byteback.prepare(model, RECIPES[recipe](first_conv=True, norm_memory=memory))
     if norm == "given":
         model.norm.eval()  # type: ignore[union-attr]
     seen = recorded(monkeypatch)
