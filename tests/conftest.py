@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test shares: hypothesis draws the same examples each time, no test asserts a time, and int8 serves.
 
-Tests use layers so small that float would serve most of them (nn/float_table.py), and what they are about is int8. So the
+Most layers in tests are so small that they would run in float (nn/layers/float_table.py), but tests are about int8. So the
 table is empty in a test, unless the test is marked `float_table`.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from byteback.nn import float_table
+from byteback.nn.layers import float_table
 
 collect_ignore = ["sanitize"]  # `make sanitize` runs pytest from there, with another build of the native library
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +51,9 @@ class Net(nn.Module):
 
 
 def pair(model: nn.Module, recipe: str | byteback.Recipe = "unified-int8") -> tuple[nn.Module, nn.Module]:
-    """The same model twice, fused and not, with the same noise."""
+    """The same model twice, fused and not, with the same noise. A norm of PyTorch keeps floats, so those of blocks do too."""
     torch.manual_seed(7)
-    other = copy.deepcopy(model)
+    other, recipe = copy.deepcopy(model), replace(byteback.recipes.resolve(recipe), norm_memory="float32")
     return byteback.prepare(model, recipe), byteback.prepare(other, recipe, fuse=False)
 
 
@@ -65,6 +66,10 @@ def step(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return output.detach(), [x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
 
 
-def assert_near(a: Tensor, b: Tensor, share: float = 0.02) -> None:
-    """Rounding may flip single integers, so gradients agree in norm, not in every digit."""
+def assert_near(a: Tensor, b: Tensor, share: float = 1e-3) -> None:
+    """Rounding may flip single integers, so gradients agree in norm, not in every digit.
+
+    The sums are the same up to 2^-22. A flip moves one of n elements, of which the largest is 127 steps and the mean square
+    about 30², by one step: 1 / (30 √n) of the norm, 1e-3 for the smallest tensors here (n = 1000) and less for their products.
+    """
     assert (a - b).norm() <= share * b.norm() + 1e-6, f"{(a - b).norm() / b.norm():.2e}"

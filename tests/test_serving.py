@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import byteback
-from byteback.nn import weights
+from byteback.nn import quantizing
+from byteback.nn.layers import weights
 from small_blocks import Net
 
 X = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
@@ -44,13 +45,13 @@ def predict(model: nn.Module) -> Tensor:
 def quantized_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layers whose weights are quantized from here on."""
     names: list[str] = []
-    original = weights._quantized
+    original = quantizing.fresh_weight
 
     def noting(layer: byteback.Int8Conv2d, weight: Tensor) -> byteback.QTensor:
         names.append(layer.int8_name)
         return original(layer, weight)
 
-    monkeypatch.setattr(weights, "_quantized", noting)
+    monkeypatch.setattr(quantizing, "fresh_weight", noting)
     return names
 
 

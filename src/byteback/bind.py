@@ -7,18 +7,13 @@ knows how to join it. Convolutions without a block keep the sentence that says w
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import nn
 
 from byteback.fuse import Block, Plan
-from byteback.fuse.blocks import FEEDS
 from byteback.nn import Int8Layer
-from byteback.nn.begin import BoundBlock
-from byteback.nn.conv import FUSED_CLASSES
-from byteback.nn.frozen import bind_frozen
-from byteback.nn.pending import BlockPlan
-from byteback.nn.subclass import clash
+from byteback.nn.layers.conv import FUSED_CLASSES
+from byteback.nn.layers.frozen_norm import bind_frozen
+from byteback.nn.layers.subclass import clash
 from byteback.recipes import Recipe
 
 BLOCK_REASON = "byteback_block_reason"
@@ -31,7 +26,7 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     for name, block in plan.blocks.items():
         conv = modules[name]
         inner = [modules[part] for part in (block.norm, block.activation_module) if part is not None]
-        bound = BoundBlock(_plan_of(block, recipe), tuple(inner))
+        bound = block.bound(inner, recipe.residual_memory)
         if isinstance(conv, Int8Layer):
             conv.int8_block = bound  # type: ignore[assignment]
         elif type(conv) not in FUSED_CLASSES:
@@ -48,12 +43,6 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
         setattr(conv, BLOCK_TEXT, describe(block))
     for name, reason in plan.reasons.items():
         setattr(modules[name], BLOCK_REASON, reason)
-
-
-def _plan_of(block: Block, recipe: Recipe) -> BlockPlan:
-    """What the block's run has to know. A residual is a float tensor like any other, unless the recipe keeps it in int8."""
-    plan = BlockPlan(block.ends, **{feeds: getattr(block, feeds) for feeds in FEEDS})
-    return plan if recipe.residual_memory == "int8" else replace(plan, feeds_other=plan.feeds_other or plan.feeds_add)
 
 
 def describe(block: Block) -> str:

@@ -20,13 +20,12 @@ from byteback.bind import BLOCK_REASON, BLOCK_TEXT, bind_blocks
 from byteback.fuse import find_blocks
 from byteback.fuse.tracing import CONVOLUTIONS, graph_of
 from byteback.nn import FusedConvolution, Int8Layer
-from byteback.nn.calls import SHARED, Shared
-from byteback.nn.frozen import FusedNorm
-from byteback.nn.layer import weight_number
-from byteback.nn.model_hooks import begin_forward, end_forward
-from byteback.nn.subclass import INT8_CLASSES, clash, int8_class
+from byteback.nn.layers.calls import SHARED, Shared, begin_forward, end_forward
+from byteback.nn.layers.frozen_norm import FusedNorm
+from byteback.nn.layers.layer import weight_number
+from byteback.nn.layers.subclass import INT8_CLASSES, clash, int8_class
+from byteback.nn.layers.weights import unwatch_loading
 from byteback.nn.undo import Watch, unwatch
-from byteback.nn.weights import unwatch_loading
 from byteback.recipes import Recipe, resolve
 
 FLOAT_REASON = "byteback_float_reason"

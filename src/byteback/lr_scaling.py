@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from byteback.convert import int8_layers
 from byteback.nn import Int8Layer, ranks
-from byteback.nn.layer import factors
+from byteback.nn.layers.layer import factors
+from byteback.nn.layers.weights import refuse_training
 from byteback.nn.undo import Watch, drop_step, end_step
-from byteback.nn.weights import refuse_training
 
 
 class LearningRateScaling:

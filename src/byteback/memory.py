@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from byteback import tables
-from byteback.nn.activation import Activation
+from byteback.nn.fused.sources import LazyActivation
 from byteback.ops.backends.cpu import allocator
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -157,7 +157,7 @@ def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, 
 
 def _stored(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold a tensor's numbers: of an activation between blocks those that it can be made of."""
-    if not isinstance(tensor, Activation):
+    if not isinstance(tensor, LazyActivation):
         return [tensor]
     source = tensor.source
     made = source.tensors() if source is not None else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from byteback.convert import int8_layers
-from byteback.nn.weights import Frozen, unwatch_loading, watch_loading
+from byteback.nn.layers.weights import Frozen, unwatch_loading, watch_loading
 
 
 def freeze(model: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from byteback.nn.products import ConvProducts, LinearProducts
+from byteback.nn.autograd import ConvProducts, LinearProducts
 
 GEOMETRIES = {
     "1d": ((2, 4, 9), (6, 4, 3), ((2,), (1,), (1,), 1)),

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import byteback
 from byteback import detection_ops, ops
-from byteback.nn.activation import Source
-from byteback.nn.joined import Floats, Joined
+from byteback.nn.fused.pooling import Joined
+from byteback.nn.fused.sources import Floats, Source
 from byteback.ops.backends import paths
 from byteback.ops.backends.cpu import allocator
 from operator_calls import CALLS, called

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import byteback
 from byteback import tables
-from byteback.nn.model_hooks import begin_forward, end_forward
+from byteback.nn.layers.calls import begin_forward, end_forward
 from byteback.train.detect import networks, source
 from byteback.train.detect.run import total
 from byteback.train.variants import FLOAT, parse

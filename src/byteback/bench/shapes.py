@@ -14,7 +14,7 @@ from torch import nn
 
 from byteback import models
 from byteback.convert import first_convolution
-from byteback.nn.float_table import Geometry
+from byteback.nn.layers.float_table import Geometry
 
 # network -> (name for models.build, image size, batch): the settings that the README's figures are for
 NETWORKS = {

@@ -5,6 +5,7 @@ A block is convolution → norm → (sum with a residual) → activation, or the
 graphs, `nodes` says what their nodes are, `blocks` puts them together. Nothing here changes the model.
 """
 
-from byteback.fuse.blocks import Block, Plan, find_blocks
+from byteback.fuse.blocks import Plan, find_blocks
+from byteback.nn.fused.block import Block
 
 __all__ = ["Block", "Plan", "find_blocks"]

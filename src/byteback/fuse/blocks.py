@@ -9,36 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx, nn
 
-from byteback.fuse.nodes import Activation, Nodes, is_sum, why_not_fused
+from byteback.fuse.nodes import Nodes, is_sum, why_not_fused
 from byteback.fuse.tracing import CONVOLUTIONS, Structure, Trace, trace
+from byteback.nn.fused.block import ActivationName, Block
 
-Stage = Literal["conv", "norm", "add", "activation"]
 AFTER_A_SUM = ("relu", "relu6")
-FEEDS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other", "feeds_add")
-
-
-@dataclass(frozen=True)
-class Block:
-    """A convolution and the stages after it that are computed with it. Names are those of modules in the model."""
-
-    conv: str
-    norm: str | None  # a BatchNorm or FrozenBatchNorm2d; without one the convolution's own bias counts
-    adds: bool  # another tensor is added; that it has the same shape only the run can tell
-    activation: Activation
-    activation_module: str | None  # None where it is a function, or where there is none
-    ends: Stage  # the stage after which the block is complete; never "conv", as a convolution alone is no block
-    feeds_conv: bool  # another convolution takes the result, or may take it
-    feeds_other: bool  # something else takes the result, or may take it: none of those that follow below
-    consumers: tuple[str, ...]  # who takes the result, in a few words each
-    feeds_pool: bool = False  # a max-pool takes it, or a pool of single pixels
-    feeds_join: bool = False  # it becomes some of the channels of a concatenation
-    join_feeds_conv: bool = False  # of that, as above
-    join_feeds_other: bool = False
-    feeds_add: bool = False  # it is the residual of another block
 
 
 @dataclass(frozen=True)
@@ -88,15 +67,9 @@ def _one_of(results: list[Block | str], otherwise: str) -> Block | str:
     blocks = [result for result in results if isinstance(result, Block)]
     if not blocks:
         return results[0]
-    if len(blocks) < len(results) or not all(_same(blocks[0], block) for block in blocks):
+    if len(blocks) < len(results) or any(block.read_as(blocks[0]) != blocks[0] for block in blocks):
         return otherwise.format(len(results))
-    readers: dict[str, Any] = {feeds: any(getattr(block, feeds) for block in blocks) for feeds in FEEDS}
-    return replace(blocks[0], **readers, consumers=tuple(dict.fromkeys(name for block in blocks for name in block.consumers)))
-
-
-def _same(one: Block, other: Block) -> bool:
-    readers: dict[str, Any] = {feeds: getattr(one, feeds) for feeds in FEEDS}
-    return one == replace(other, **readers, consumers=one.consumers)
+    return blocks[0].read_as(*blocks)
 
 
 def _why_unseen(name: str, traces: list[Trace]) -> str:
@@ -162,7 +135,7 @@ class _Matcher:
         if user is not None and adds:
             last, ends = user, "add"
             value, user = self.nodes.only_user(last)
-        activation: Activation = "none"
+        activation: ActivationName = "none"
         module = None
         kind = self.nodes.activation(user, value) if user is not None else None
         if user is not None and kind and (not adds or kind in AFTER_A_SUM):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +13,18 @@ from torch import fx, nn
 
 from byteback.fuse.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
 from byteback.nn import FusedConvolution, Int8Layer
-from byteback.nn.frozen import FusedNorm, is_frozen_norm
-
-Activation = Literal["none", "relu", "relu6", "hardswish", "silu"]
+from byteback.nn.fused.block import ActivationName
+from byteback.nn.layers.frozen_norm import FusedNorm, is_frozen_norm
 
 _NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
-_MODULES: dict[type[nn.Module], Activation] = {
+_MODULES: dict[type[nn.Module], ActivationName] = {
     nn.ReLU: "relu",
     nn.ReLU6: "relu6",
     nn.Hardtanh: "relu6",
     nn.Hardswish: "hardswish",
     nn.SiLU: "silu",
 }
-_FUNCTIONS: dict[object, Activation] = {
+_FUNCTIONS: dict[object, ActivationName] = {
     F.relu: "relu",
     torch.relu: "relu",
     torch.relu_: "relu",
@@ -84,7 +83,7 @@ class Nodes:
             return False
         return _float_class(module).forward is base.forward
 
-    def activation(self, node: fx.Node, value: fx.Node) -> Activation | None:
+    def activation(self, node: fx.Node, value: fx.Node) -> ActivationName | None:
         """The activation that a node is, if it has a fused form and acts on `value`."""
         if not node.args or node.args[0] is not value:
             return None

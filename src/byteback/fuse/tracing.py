@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from byteback.nn.frozen import has_frozen_name
+from byteback.nn.layers.frozen_norm import has_frozen_name
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LEAVES = (*CONVOLUTIONS, nn.modules.batchnorm._BatchNorm, nn.ReLU, nn.Hardtanh, nn.Hardswish, nn.SiLU, nn.Identity)

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from byteback.nn.layer import Int8Layer
-from byteback.nn.numerics import LayerNumerics
+from byteback.nn.layers.layer import Int8Layer
+from byteback.nn.layers.numerics import LayerNumerics
 from byteback.quantize import CALL_SLOTS, DEVIATION, MEASURED, NONFINITE, QQ, XQ, XX, Quantizer, deviation_of
 
 _WORD = 32

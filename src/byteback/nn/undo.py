@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from byteback.nn.calls import Shared, recomputing
-from byteback.nn.numerics import LayerNumerics
-from byteback.nn.weights import refuse_training
+from byteback.nn.layers.calls import Shared, recomputing
+from byteback.nn.layers.numerics import LayerNumerics
+from byteback.nn.layers.weights import refuse_training
 from byteback.quantize import NONFINITE, NonFiniteError, Quantizer
 
 UNDO = "byteback_undo"

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three products of a layer, and the only place where they meet: one autograd function for every int8 layer.
+
+                 forward                                             backward
+  input  ─ quantize ───────► x_q ─┐                 grad_output ─┬─ quantize ─────────────────► g_q ─┐
+                                  ├─ output ─► × scales          │                                   ├─ grad_input ─► × scales
+  weight ─ quantize ───────► w_q ─┘                              │                        saved w_q ─┘
+                                                                 └─ quantize, per channel ────► g_q' ┐
+                                                                                                     ├─ grad_weight ─► × scales
+                                                                                          saved x_q ─┘
+
+    output = input ⋆ weight      grad_input = grad_output ⋆ᵀ weight      grad_weight = grad_output ⋆ input
+
+The int8 products take QTensors, the float ones run where a recipe keeps a product in float. Saved for backward: the int8
+tensors and their scales, or for a product that the recipe keeps in float its float operand.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from byteback import ops
+from byteback.nn.fused.sources import materialize, source_of
+from byteback.nn.layers.weights import refuse_training
+from byteback.nn.quantizing import quantize_gradient, quantize_input, weight_as_int8
+from byteback.nn.undo import current_step, undo_step
+from byteback.ops.contract import layout
+from byteback.quantize import Gradient, NonFiniteError, QTensor, floats_of
+
+if TYPE_CHECKING:
+    from byteback.nn.layers.layer import Int8Layer
+
+
+# ---- the products ------------------------------------------------------------------------------------------------------
+
+
+class ConvProducts(NamedTuple):
+    """A convolution's geometry and its three products, in one to three dimensions."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def output(self, x: QTensor, w: QTensor) -> Tensor:
+        return ops.conv_int8(x.values, x.scale, w.values, w.scale, *self)
+
+    def normalized_output(
+        self, x: QTensor, w: QTensor, norm: ops.BatchNorm, residual: ops.Residual, activation: str, **wants: Any
+    ) -> tuple[Tensor, ops.NormalizedBatch]:
+        """The output, channels last, and its norm by the batch's own statistics."""
+        operands = x.values, x.scale, w.values, w.scale
+        return ops.conv_normalize_batch(*operands, self, norm, residual, activation, **wants)
+
+    def grad_input(self, g: QTensor, w: QTensor, input_size: list[int]) -> Tensor:
+        return ops.conv_int8_grad_input(g.values, g.scale, w.values, w.scale, input_size, *self)
+
+    def grad_weight(self, g: QTensor, x: QTensor, weight_size: list[int]) -> Tensor:
+        return ops.conv_int8_grad_weight(g.values, g.scale, x.values, x.scale, weight_size, *self)
+
+    def float_output(self, x: Tensor, w: Tensor) -> Tensor:
+        conv = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.dim()]
+        return conv(x, w, None, self.stride, self.padding, self.dilation, self.groups)
+
+    def float_grad_input(self, g: Tensor, w: Tensor, input_size: list[int]) -> Tensor:
+        return self._aten(g, g.new_zeros(1).expand(input_size), w, 0)
+
+    def float_grad_weight(self, g: Tensor, x: Tensor, weight_size: list[int]) -> Tensor:
+        return self._aten(g, x, g.new_zeros(1).expand(weight_size), 1)
+
+    def _aten(self, g: Tensor, x: Tensor, w: Tensor, which: int) -> Tensor:
+        mask = [which == 0, which == 1, False]
+        zeros = [0] * len(self.stride)
+        return torch.ops.aten.convolution_backward(
+            g, x, w, None, self.stride, self.padding, self.dilation, False, zeros, self.groups, mask
+        )[which]
+
+
+class LinearProducts(NamedTuple):
+    """Linear's three products: (M, C) input, (K, C) weight, (M, K) output."""
+
+    def output(self, x: QTensor, w: QTensor) -> Tensor:
+        return ops.matmul_int8(x.values, x.scale, w.values.t(), w.scale.t())
+
+    def grad_input(self, g: QTensor, w: QTensor, input_size: list[int]) -> Tensor:
+        return ops.matmul_int8(g.values, g.scale, w.values, w.scale)
+
+    def grad_weight(self, g: QTensor, x: QTensor, weight_size: list[int]) -> Tensor:
+        return ops.matmul_int8(g.values.t(), g.scale.t(), x.values, x.scale)
+
+    def float_output(self, x: Tensor, w: Tensor) -> Tensor:
+        return x @ w.t()
+
+    def float_grad_input(self, g: Tensor, w: Tensor, input_size: list[int]) -> Tensor:
+        return g @ w
+
+    def float_grad_weight(self, g: Tensor, x: Tensor, weight_size: list[int]) -> Tensor:
+        return g.t() @ x
+
+
+Products = ConvProducts | LinearProducts
+
+
+# ---- where they meet ---------------------------------------------------------------------------------------------------
+
+
+class Int8Product(Function):
+    """output = input ⋆ weight, with all three products in int8 unless the recipe says otherwise."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, layer: Int8Layer, products: Products, slot: int, with_grad: bool
+    ) -> Tensor:
+        # needs_input_grad stays true under no_grad, where no backward will come.
+        for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
+        operands, kept = forward_operands(x, weight, layer, slot, for_input, for_weight)
+        output = products.output(*operands) if operands is not None else products.float_output(materialize(x), weight)
+        if source_of(x) is not None and not layout.is_channels_last(x) and not layout.is_channels_last(weight):
+            output = output.contiguous()  # a block's integers are channels last, whatever the model's memory format
+        ctx.layer, ctx.products, ctx.slot, ctx.training = layer, products, slot, layer.training
+        ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
+        ctx.step = current_step()
+        ctx.save_for_backward(*kept)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            grads = backward_products(ctx, Operands(*ctx.saved_tensors), grad_output, ctx.needs_input_grad)
+        return (*refuse_second(ctx.layer.int8_name, grad_output, grads), None, None, None, None)
+
+
+class Operands(NamedTuple):
+    """What a forward product keeps for the two backward ones: integers, or floats for a product that runs in float."""
+
+    x_values: Tensor | None = None
+    x_scale: Tensor | None = None
+    w_values: Tensor | None = None
+    w_scale: Tensor | None = None
+    x: Tensor | None = None
+    w: Tensor | None = None
+
+
+def forward_operands(
+    x: Tensor, weight: Tensor, layer: Int8Layer, slot: int, for_input: bool, for_weight: bool
+) -> tuple[tuple[QTensor, QTensor] | None, Operands]:
+    """What the output is the product of (None where it runs in float), and what its gradients will need."""
+    int8_output, int8_input, int8_weight = (layer.runs_int8(product) for product in ("output", "grad_input", "grad_weight"))
+    x_q = w_q = None
+    if int8_output or (for_weight and int8_weight):
+        x_q = quantize_input(layer, x, slot, for_weight and int8_weight)
+    if int8_output or (for_input and int8_input):
+        w_q = weight_as_int8(layer, weight)
+    operands = None
+    if int8_output:
+        assert x_q is not None and w_q is not None
+        operands = x_q, w_q
+    x_kept = x_q if x_q is not None and for_weight and int8_weight else (None, None)
+    w_kept = w_q if w_q is not None and for_input and int8_input else (None, None)
+    x_float = materialize(x) if for_weight and not int8_weight else None
+    w_float = weight if for_input and not int8_input else None
+    return operands, Operands(x_kept[0], x_kept[1], w_kept[0], w_kept[1], x_float, w_float)
+
+
+def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> tuple[QTensor, QTensor]:
+    """What the output is the product of, where no gradient will be asked for."""
+    x_q = quantize_input(layer, x, slot, False)
+    return x_q, weight_as_int8(layer, weight)
+
+
+def backward_products(
+    ctx: Any, kept: Operands, gradient: Gradient, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """grad_input and grad_weight. ctx has layer, products, slot, training, step, input_size and weight_size."""
+    layer, products = ctx.layer, ctx.products
+    for_input, for_weight = needs[0], needs[1]
+    if for_weight and layer.__dict__.get("int8_frozen") is not None:
+        refuse_training(layer, "a gradient of its weight is asked for")
+    int8_input, int8_weight = for_input and kept.w_values is not None, for_weight and kept.x_values is not None
+    try:
+        g_q, g_q_for_weight = quantize_gradient(layer, gradient, ctx.slot, ctx.training, int8_input, int8_weight)
+    except NonFiniteError:
+        undo_step(ctx.step)
+        raise
+    grad_input = grad_weight = None
+    if g_q is not None:
+        assert kept.w_values is not None and kept.w_scale is not None
+        grad_input = products.grad_input(g_q, QTensor(kept.w_values, kept.w_scale), ctx.input_size)
+    elif for_input:
+        grad_input = products.float_grad_input(floats_of(gradient), kept.w, ctx.input_size)
+    if g_q_for_weight is not None:
+        assert kept.x_values is not None and kept.x_scale is not None
+        grad_weight = products.grad_weight(g_q_for_weight, QTensor(kept.x_values, kept.x_scale), ctx.weight_size)
+    elif for_weight:
+        grad_weight = products.float_grad_weight(floats_of(gradient), kept.x, ctx.weight_size)
+    return grad_input, grad_weight
+
+
+def refuse_second(name: str, grad_output: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients, made to refuse a second differentiation where one was prepared for."""
+    if not torch.is_grad_enabled():
+        return grads
+    # The anchor needs a gradient, which grad_output itself may not: that of a plain sum is a constant. Both are in the graph,
+    # so that a derivative by grad_output, which torch.autograd.functional.jvp asks for, meets the error too.
+    anchor = torch.zeros((), device=grad_output.device, requires_grad=True)
+    return _RefuseSecond.apply(name, anchor, grad_output, *grads)
+
+
+class _RefuseSecond(Function):
+    """Makes the gradients differentiable in name, so that a second differentiation meets an error and not a silent zero."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, anchor: Tensor, through: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.name = name
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        raise RuntimeError(
+            f"{ctx.name}: its gradient was differentiated a second time, but int8 gradients are rounded and have no "
+            "derivative. Call backward without create_graph=True, or keep the layers that need it in float "
+            "(prepare(..., keep_float=[...]) or byteback.enabled(model, False))."
+        )

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused block: conv → norm → (residual add) → activation as one autograd function, with int8 on both ends.
+
+    forward    x_q ⋆ w_q ─► y ─ channel statistics ─► a, b ─► act(a·y + b (+ r)) ─► int8 and/or float       (one pass)
+    backward   g ─ sums per channel ─► p, q, r ─► p·g' + q·y + r ─► int8                                    (two passes)
+               then grad_input and grad_weight as in autograd.py; g' is g through the activation's derivative
+
+`Block` describes a block of a model, `Call` one call of its convolution, `Stages` what has followed that call so far.
+ops/coefficients.py has the formulas. The float gradient of y is written out only where a clip rule has to read it: a clip
+that is held for a period needs no reading, and magnitude-aware clips compute the gradient as they read (a third pass).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from byteback import ops
+from byteback.nn.autograd import ConvProducts, Operands, backward_products, forward_operands, output_operands, refuse_second
+from byteback.nn.fused.norm import (
+    NormGradient,
+    NormState,
+    batch_gradient,
+    given_gradient,
+    given_state,
+    residual_of,
+    scaled_gradient,
+)
+from byteback.nn.fused.sources import (
+    SHARED_RULE,
+    LazyActivation,
+    OutputSpec,
+    Poolable,
+    PredictionSource,
+    Source,
+    attach_source,
+    channels_last,
+    materialize,
+)
+from byteback.nn.layers.weights import norm_as_given
+from byteback.nn.quantizing import makes_pairs
+from byteback.nn.undo import current_step
+from byteback.ops.activations import MONOTONE
+from byteback.quantize import BlockGradient, QTensor
+
+if TYPE_CHECKING:
+    from byteback.nn.layers.layer import Int8Layer
+
+Stage = Literal["conv", "norm", "add", "activation"]
+ActivationName = Literal["none", "relu", "relu6", "hardswish", "silu"]
+_READERS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other", "feeds_add")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A convolution of a model, the stages after it that are computed with it, and what reads the result.
+
+    Names are those of modules in the model. byteback.fuse finds the blocks; `prepare` binds each to its convolution.
+    """
+
+    conv: str
+    norm: str | None  # a BatchNorm or FrozenBatchNorm2d; without one the convolution's own bias counts
+    adds: bool  # another tensor is added; whether it has the same shape is known only at the call
+    activation: ActivationName
+    activation_module: str | None  # None where it is a function, or where there is none
+    ends: Stage  # the stage that completes the block; never "conv", as a convolution alone is no block
+    feeds_conv: bool  # another convolution reads the result, or may read it
+    feeds_other: bool  # something else reads the result, or may read it, and needs a plain float tensor
+    consumers: tuple[str, ...]  # what reads the result, in a few words each
+    feeds_pool: bool = False  # a max-pool, or one of single pixels: it needs floats, and takes them from a LazyActivation
+    feeds_join: bool = False  # a concatenation of channels, which is written when it is read
+    join_feeds_conv: bool = False  # a convolution reads that concatenation, or may read it
+    join_feeds_other: bool = False
+    feeds_add: bool = False  # another block, as its residual
+    # Set by `bound`: a hook on one of these modules means that somebody wants to see a tensor inside the block.
+    swallowed: tuple[nn.Module, ...] = field(default=(), compare=False)
+
+    def read_as(self, *others: Block) -> Block:
+        """This block with the readers of all the others instead of its own."""
+        readers: dict[str, Any] = {name: any(getattr(other, name) for other in others) for name in _READERS}
+        return replace(self, **readers, consumers=tuple(dict.fromkeys(name for other in others for name in other.consumers)))
+
+    def bound(self, modules: Sequence[nn.Module], residual_memory: str) -> Block:
+        """The block with its modules. A residual is a float tensor like any other, unless the recipe keeps it in int8."""
+        feeds_other = self.feeds_other or (self.feeds_add and residual_memory != "int8")
+        return replace(self, feeds_other=feeds_other, swallowed=tuple(modules))
+
+
+class Call(NamedTuple):
+    """One call of a convolution that begins a block."""
+
+    x: Tensor
+    layer: Int8Layer
+    block: Block
+    weight: Tensor  # that of the call: by the time the block is computed the layer may have another (functional_call)
+    bias: Tensor | None
+    products: ConvProducts
+    slot: int
+    size: torch.Size  # of the result
+    strides: tuple[int, ...]  # of the float result, as PyTorch would choose them
+    modes: tuple[bool, bool]  # autograd's modes at the call
+    versions: list[int]  # how often x, weight and bias were written to before the call
+
+
+class Stages(NamedTuple):
+    """A block as far as it is known."""
+
+    call: Call
+    norm: ops.BatchNorm | None = None
+    by_batch: bool = False  # the norm uses the statistics of its batch
+    residual: Tensor | None = None
+    activation: str = "none"
+    reached: Stage = "conv"
+
+
+def run_block(stages: Stages) -> Tensor:
+    """Computes a block as far as its stages are known."""
+    call, norm = stages.call, stages.norm
+    gamma, beta = (norm.gamma, norm.beta) if norm is not None else (None, None)
+    sources: list[Source] = []
+    with_grad = torch.is_grad_enabled()
+    output = FusedBlock.apply(call.x, call.weight, call.bias, gamma, beta, stages.residual, stages, with_grad, sources)
+    return output if isinstance(output, LazyActivation) else attach_source(output, sources[0])
+
+
+class FusedBlock(Function):
+    """output = act(norm(x ⋆ weight + bias) + residual)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        residual: Tensor | None,
+        stages: Stages,
+        with_grad: bool,
+        sources: list[Source],
+    ) -> Tensor:
+        call, needs = stages.call, ctx.needs_input_grad
+        layer = call.layer
+        backs = with_grad and any(needs[:6])
+        if not (backs or layer.training or stages.by_batch) and layer.runs_int8("output"):
+            return _prediction(x, weight, bias, residual, stages, sources)
+        operands, kept = forward_operands(x, weight, layer, call.slot, with_grad and needs[0], with_grad and needs[1])
+        added = residual_of(residual, layer)
+        wanted = _wanted(stages, backs, needs[3])
+        if stages.by_batch:
+            product = operands or channels_last(call.products.float_output(materialize(x), weight))
+            source, state, made = _by_batch(product, added, stages, wanted)
+            mask, y = made.mask, made.kept
+        else:
+            product = call.products.output(*operands) if operands else call.products.float_output(materialize(x), weight)
+            state, y = given_state(stages.norm, bias, weight), None
+            source = Source(channels_last(product), state.a, state.b, added, stages.activation, call.strides)
+            mask = _write(source, wanted)
+        if backs:
+            y = source.x if wanted.y and y is None else y
+            _save(ctx, x, stages, (*kept, mask, *state, *_tensors(y)))
+        source.join_int8, source.join_floats = wanted.join_int8, call.block.join_feeds_other
+        sources.append(source)
+        # An inference tensor does not count its writes, so nothing would tell whether its int8 copy still holds.
+        if source.output is None or not call.block.feeds_other or torch.is_inference_mode_enabled():
+            return (Poolable if call.block.feeds_pool else LazyActivation)(source)
+        output, source.output = source.output, None  # a source and a tensor that hold each other would never be freed
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            grads = _gradients(ctx, grad_output)
+        return (*refuse_second(ctx.name, grad_output, grads), None, None, None)
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+def _prediction(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stages: Stages, sources: list[Source]
+) -> Tensor:
+    """The block of a prediction, by statistics that are given: not even its product is computed before the result is read."""
+    call, block = stages.call, stages.call.block
+    operands = output_operands(x, weight, call.layer, call.slot)
+    a, b = norm_as_given(call.layer, stages.norm, bias, weight)
+    added = residual_of(residual, call.layer)
+    spec = OutputSpec(call.size, call.strides, block.feeds_other or block.feeds_pool)
+    source = PredictionSource(operands, call.products, a, b, added, stages.activation, spec)
+    source.join_floats = block.join_feeds_other
+    sources.append(source)
+    if block.feeds_other and not block.feeds_conv and not torch.is_inference_mode_enabled():
+        return source.give()
+    return (Poolable if block.feeds_pool else LazyActivation)(source)
+
+
+class _Wanted(NamedTuple):
+    """What a block writes at once, for its readers and for backward."""
+
+    int8: bool
+    floats: bool
+    join_int8: bool
+    y: bool = False  # backward needs the convolution's output
+    mask: bool = False  # backward needs the activation's mask
+    keep: str | None = None  # the form in which y is kept, if not as float32
+
+
+def _wanted(stages: Stages, backs: bool, needs_gamma: bool) -> _Wanted:
+    """Backward needs y for the norm's gradient and for smooth activations; else a mask holds all that it needs."""
+    layer, block, recipe = stages.call.layer, stages.call.block, stages.call.layer.recipe
+    # Training quantizes by the batch's own maximum, which is known now; eval waits for the clip of the reader.
+    own_clip = layer.training and recipe.input == SHARED_RULE
+    int8 = own_clip and (block.feeds_conv or (block.feeds_add and recipe.residual_memory == "int8"))
+    reads = int8, block.feeds_other or block.feeds_pool, block.join_feeds_conv and own_clip
+    if not backs:
+        return _Wanted(*reads)
+    y = stages.by_batch or needs_gamma or stages.activation not in MONOTONE
+    keep = recipe.norm_memory if stages.by_batch and recipe.norm_memory != "float32" else None
+    masks = stages.activation in ("relu", "relu6")
+    return _Wanted(*reads, y, masks and (stages.residual is not None or not y or keep is not None), keep)
+
+
+def _by_batch(
+    product: Tensor | tuple[QTensor, QTensor], added: ops.Residual, stages: Stages, wanted: _Wanted
+) -> tuple[Source, NormState, ops.Normalized]:
+    """The norm by the batch's statistics and the pass that writes what is wanted: the block's source, its norm, the pass.
+
+    `product` is the convolution's output, or the operands of it.
+    """
+    call, norm, activation = stages.call, stages.norm, stages.activation
+    assert norm is not None
+    wants: dict[str, Any] = {"want_int8": wanted.int8, "want_float": wanted.floats, "want_mask": wanted.mask}
+    wants["keep"] = wanted.keep
+    if isinstance(product, Tensor):
+        y, batch = product, ops.normalize_batch(product, norm, added, activation, **wants)
+    else:
+        y, batch = call.products.normalized_output(*product, norm, added, activation, **wants)
+    a, b, mean, invstd, peak, made = batch
+    source = Source(y, a, b, added, activation, call.strides, peak)
+    source.keep(peak, made)
+    return source, NormState(a, b, mean, invstd), made
+
+
+def _write(source: Source, wanted: _Wanted) -> Tensor | None:
+    """Writes in one pass what is expected to be read, and the mask that backward needs."""
+    if not (wanted.mask or wanted.floats or wanted.int8):
+        return None
+    return source.write(source.clip() if wanted.int8 else None, wanted.floats, wanted.mask)
+
+
+def _save(ctx: Any, x: Tensor, stages: Stages, tensors: tuple[Tensor | None, ...]) -> None:
+    """Saves for backward what `_gradients` and backward_products read."""
+    call, norm = stages.call, stages.norm
+    layer = call.layer
+    ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
+    ctx.name = layer.int8_name  # a layer that is restored before its backward pass has no name any more
+    ctx.has_norm, ctx.by_batch, ctx.norm_eps = norm is not None, stages.by_batch, 0.0 if norm is None else norm.eps
+    ctx.activation, ctx.step = stages.activation, current_step()
+    ctx.input_size, ctx.weight_size = list(x.shape), list(call.weight.shape)
+    ctx.save_for_backward(*tensors)
+
+
+def _tensors(kept: Any) -> tuple[Tensor, ...]:
+    """What stands for y, as tensors that autograd can save."""
+    return () if kept is None else (kept,) if isinstance(kept, Tensor) else tuple(kept)
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # once: unpacking may recompute them
+    kept, mask, state, y = Operands(*saved[:6]), saved[6], NormState(*saved[7:11]), saved[11:]
+    g, activation = channels_last(grad_output), ctx.activation
+    # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
+    y = y if len(y) > 1 else y[0] if y else g
+    norm = _norm_gradient(ctx, g, y, state, mask)
+    if norm.masked is not None:
+        g, mask, activation = norm.masked, None, "none"
+    parts = ops.GradientParts(g, y, state.a, state.b, mask, activation, norm.p, norm.q, norm.r)
+    needs = ctx.needs_input_grad
+    grad_input, grad_weight = backward_products(ctx, kept, BlockGradient(parts, norm.sums), needs)
+    wanted = zip((norm.bias, norm.gamma, norm.beta, g), needs[2:6], strict=True)
+    return grad_input, grad_weight, *(grad if needed else None for grad, needed in wanted)
+
+
+def _norm_gradient(ctx: Any, g: Tensor, y: Any, state: NormState, mask: Tensor | None) -> NormGradient:
+    """From the gradient of the result to the coefficients of y's gradient, and to the gradients of the parameters."""
+    activation, needs, pairs = ctx.activation, ctx.needs_input_grad, makes_pairs(ctx.layer)
+    # Two copies read the gradient twice more: then a smooth activation's derivative is better computed once.
+    masks = (needs[5] and activation != "none") or (pairs and activation in ops.SMOOTH)
+    if ctx.by_batch:
+        wants = {"want_bias": needs[2], "want_masked": masks, "want_sums": pairs}
+        return batch_gradient(g, y, state, mask, activation, ctx.norm_eps, **wants)
+    if any(needs[2:5]) or masks or pairs:
+        return given_gradient(g, y, state, mask, activation, has_norm=ctx.has_norm, want_masked=masks, want_sums=pairs)
+    return scaled_gradient(state)

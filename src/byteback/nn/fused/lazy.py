@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LazyConv: the tensor that a fused convolution returns before anything is computed, and when a convolution returns one.
+
+The user's own forward keeps running. What it does to this tensor is recorded, stage by stage:
+
+    conv(x) ── F.batch_norm ── + residual ── F.relu …           the stage that the block names as its last computes the block
+
+Anything else that is done to it (a print, a pool, a hook, a branch that the trace did not see) computes what was recorded so
+far and goes on with an ordinary tensor. So a wrong description of a block costs speed, never correctness.
+
+At every call the convolution asks `may_fuse`. Where it may not (a hook wants to see a tensor inside the block, torch.compile
+traces, autocast changes dtypes, …) the layer runs as it would without a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_map
+
+from byteback import ops
+from byteback.nn.autograd import ConvProducts
+from byteback.nn.fused.block import Block, Call, Stages, run_block
+from byteback.nn.fused.sources import LazyActivation, Poolable
+from byteback.ops.contract import layout
+
+_PLAIN = (Tensor, nn.Parameter, LazyActivation, Poolable)
+
+
+# ---- how a block begins ------------------------------------------------------------------------------------------------
+
+
+def may_fuse(layer: Any, x: Tensor) -> bool:
+    """Whether this call can run as a block."""
+    block: Block | None = layer.int8_block
+    if block is None or torch.compiler.is_compiling() or torch._C._is_tracing() or type(x) not in _PLAIN:
+        return False
+    if x.dtype != torch.float32 or not _runs_blocks(x) or torch.is_autocast_enabled(x.device.type):
+        return False
+    if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or _has_any_global_hook() or _is_hooked(layer):
+        return False
+    return not any(map(_is_hooked, block.swallowed))
+
+
+def _runs_blocks(x: Tensor) -> bool:
+    """Whether there are kernels for blocks where x is stored."""
+    return x.device.type == "cpu"
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Tensor:
+    """The output of `layer` as a tensor that waits for the stages after it."""
+    weight, bias, block = layer.weight, layer.bias, layer.int8_block
+    size, strides = _output_layout(x.shape, x.stride(), weight.shape, weight.stride(), products)
+    versions = _versions(x, weight, bias)
+    call = Call(x, layer, block, weight, bias, products, slot, size, strides, _modes(), versions)
+    lazy = LazyConv(Stages(call))
+    return lazy.compute() if block.ends == "conv" else lazy
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    """How often each was written to; inference tensors do not count."""
+    return [0 if x is None or x.is_inference() else x._version for x in tensors]
+
+
+def _modes() -> tuple[bool, bool]:
+    """The autograd modes that a deferred computation must be run under."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+@lru_cache(maxsize=4096)
+def _output_layout(
+    x: tuple[int, ...],
+    x_strides: tuple[int, ...],
+    weight: tuple[int, ...],
+    weight_strides: tuple[int, ...],
+    products: ConvProducts,
+) -> tuple[torch.Size, tuple[int, ...]]:
+    """Size and strides of the output, from those of the operands: what PyTorch would give."""
+    axes = zip(x[2:], weight[2:], products.stride, products.padding, products.dilation, strict=True)
+    spatial = [(size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, pad, dilation in axes]
+    size = [x[0], weight[0], *spatial]
+    last = 0 not in x and (layout.lies_last(x, x_strides) or layout.lies_last(weight, weight_strides))
+    return torch.Size(size), layout.dense_strides(size, last)
+
+
+# ---- how it is computed ------------------------------------------------------------------------------------------------
+
+
+def _run(stages: Stages) -> Tensor:
+    """The block's tensor, computed under the modes of the call, unless its operands were changed since."""
+    call = stages.call
+    now = _versions(call.x, call.weight, call.bias)
+    if now != call.versions:
+        what = "input" if now[0] != call.versions[0] else "weight or bias"
+        raise RuntimeError(
+            f"{call.layer.int8_name}: its {what} was written to in place after the call and before the block that it begins "
+            f"was computed, which the traced forward does not do, so the {what} it needs is gone. Write out of place, or "
+            "prepare the model with fuse=False."
+        )
+    if _modes() == call.modes:
+        return run_block(stages)
+    grad, inference = call.modes
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        return run_block(stages)
+
+
+class LazyConv(Tensor):
+    """The tensor of a block that is not computed yet."""
+
+    stages: Stages
+    result: Tensor | None
+
+    @staticmethod
+    def __new__(cls, stages: Stages) -> LazyConv:
+        call = stages.call
+        self = Tensor._make_wrapper_subclass(cls, call.size, strides=call.strides, dtype=torch.float32, device=call.x.device)
+        self.stages, self.result = stages, None
+        return self
+
+    def compute(self) -> Tensor:
+        """The ordinary tensor (or LazyActivation) that this one stands for."""
+        if self.result is None:
+            self.result = _run(self.stages)
+            del self.stages  # frees the input
+        return self.result
+
+    def _next(self, inplace: bool, **changes: Any) -> Tensor:
+        """The block with one more stage, computed if that was the last one."""
+        stages = self.stages._replace(**changes)
+        finished = stages.reached == stages.call.block.ends
+        if inplace:
+            self.stages = stages
+            return self.compute() if finished else self
+        return _run(stages) if finished else LazyConv(stages)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        stage = _STAGES.get(func)
+        if stage is not None:
+            taken = stage(*args, **kwargs)
+            if taken is not None:
+                return taken
+        return func(*tree_map(computed, args), **tree_map(computed, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Reached only by code that bypasses __torch_function__, such as a custom autograd.Function: history would be lost.
+        raise RuntimeError(
+            f"byteback: {func} met the output of a fused block that is not computed yet, in a place where it cannot be "
+            "computed with its gradient. Call .clone() on the tensor first, or prepare the model with fuse=False."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.compute())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.compute().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.compute().__deepcopy__(memo)
+
+
+def computed(x: Any) -> Any:
+    """x, or what it stands for once computed."""
+    return x.compute() if isinstance(x, LazyConv) else x
+
+
+def _open(x: Any) -> bool:
+    """Whether x is a block that can still take a stage."""
+    return isinstance(x, LazyConv) and x.result is None and x.stages.call.modes == _modes()
+
+
+# ---- the stages: each returns None for what it does not know -----------------------------------------------------------
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    if not _open(input) or input.stages.reached != "conv":  # type: ignore[attr-defined]
+        return None
+    if training:
+        F._verify_batch_size(input.stages.call.size)  # type: ignore[attr-defined]
+    elif running_mean is None or running_var is None:
+        return None
+    running = None if running_mean is None or running_var is None else (running_mean, running_var)
+    for part in (running_mean, running_var, weight, bias):
+        if part is not None and part.dtype is not torch.float32:
+            return None
+    norm = ops.BatchNorm(weight, bias, input.stages.call.bias, eps, running, momentum)  # type: ignore[attr-defined]
+    return input._next(False, norm=norm, by_batch=training, reached="norm")  # type: ignore[attr-defined]
+
+
+def _activation(name: str, inplace: bool | None) -> Callable[..., Tensor | None]:
+    def stage(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        if not _open(input) or input.stages.reached == "activation":  # type: ignore[attr-defined]
+            return None
+        if input.stages.residual is not None and name not in ("relu", "relu6"):  # type: ignore[attr-defined]
+            return None
+        writes = inplace if inplace is not None else bool(args[0] if args else kwargs.get("inplace", False))
+        return input._next(writes, activation=name, reached="activation")  # type: ignore[attr-defined]
+
+    return stage
+
+
+def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor | None:
+    if (min_val, max_val) != (0.0, 6.0):
+        return None
+    return _activation("relu6", inplace)(input)
+
+
+def _add(inplace: bool) -> Callable[..., Tensor | None]:
+    def stage(left: Any, right: Any, *, alpha: Any = 1, out: Any = None) -> Tensor | None:
+        if alpha != 1 or out is not None:
+            return None
+        block, other = (left, right) if _waits_for_add(left) or inplace else (right, left)
+        if other is block or not _waits_for_add(block):
+            return None
+        other, size = computed(other), block.stages.call.size
+        if not isinstance(other, Tensor) or tuple(other.shape) != tuple(size) or other.dtype != torch.float32:
+            return None
+        return block._next(inplace, residual=other, reached="add")
+
+    return stage
+
+
+def _waits_for_add(x: Any) -> bool:
+    return _open(x) and x.stages.reached in ("conv", "norm") and x.stages.call.block.ends in ("add", "activation")
+
+
+_STAGES: dict[Any, Callable[..., Tensor | None]] = {
+    F.batch_norm: _batch_norm,
+    F.relu: _activation("relu", None),
+    torch.relu: _activation("relu", False),
+    torch.relu_: _activation("relu", True),
+    Tensor.relu: _activation("relu", False),
+    Tensor.relu_: _activation("relu", True),
+    F.relu6: _activation("relu6", None),
+    F.hardtanh: _hardtanh,
+    F.hardswish: _activation("hardswish", None),
+    F.silu: _activation("silu", None),
+    torch.add: _add(False),
+    Tensor.add: _add(False),
+    Tensor.__add__: _add(False),
+    Tensor.__radd__: _add(False),
+    Tensor.add_: _add(True),
+    Tensor.__iadd__: _add(True),
+}
+_METADATA = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "ndim", "layout", "is_cuda")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__),
+        *(Tensor.nelement, Tensor.ndimension, Tensor.element_size),
+    ]
+)

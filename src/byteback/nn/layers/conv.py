@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Int8Conv1d, Int8Conv2d, Int8Conv3d: torch's convolutions with all three products in int8. FusedConv1d, 2d, 3d: float
+convolutions that stay float, but whose norm and activation run as one block with them.
+
+Every option of the torch layer works. Zero padding goes to the kernel; the other padding modes, and 'same' padding that
+needs an uneven border, pad the float input first, which autograd takes back.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from byteback.nn.autograd import ConvProducts
+from byteback.nn.fused.block import Block
+from byteback.nn.fused.lazy import begin_block, computed, may_fuse
+from byteback.nn.layers.float_table import Geometry
+from byteback.nn.layers.layer import Int8Layer, weight_number
+from byteback.nn.layers.transforms import RECORDED, record, refuse_script
+from byteback.recipes import Recipe
+
+
+class _Convolution:
+    """The geometry of a call, for all classes here."""
+
+    int8_name: str
+    int8_block: Block | None
+
+    def _products(self: Any, input: Tensor) -> tuple[Tensor, ConvProducts, bool]:
+        """The input as a batch with what the kernel cannot pad itself, the products, and whether it was a batch already."""
+        known = self._known_products(input)
+        if known is not None:
+            return input, known, True
+        spatial = len(self.kernel_size)
+        batched = input.dim() == spatial + 2
+        x = input if batched else input.unsqueeze(0)
+        if x.dim() != spatial + 2 or x.shape[1] != self.in_channels:
+            raise ValueError(
+                f"{self.int8_name}: input has shape {tuple(input.shape)}, but this layer takes (N, {self.in_channels}, ...) "
+                f"with {spatial} spatial axes, or one such sample without N. Check what feeds it."
+            )
+        x, padding = self._pad(x)
+        self._check_reach(x, padding)
+        return x, ConvProducts(tuple(self.stride), padding, tuple(self.dilation), self.groups), batched
+
+    def _known_products(self: Any, input: Tensor) -> ConvProducts | None:
+        """The products of a batch that needs no more than the kernel's own padding, remembered by sizes; None for others."""
+        if torch.compiler.is_compiling() or self.padding_mode != "zeros":
+            return None
+        border, geometry = tuple(self._reversed_padding_repeated_twice), (self.stride, self.dilation, self.groups)
+        try:
+            return _geometry(input.shape, self.in_channels, self.kernel_size, border, *geometry)
+        except TypeError:  # sizes that are symbols, options that are lists: nothing to remember them by
+            return None
+
+    def _check_reach(self: Any, x: Tensor, padding: tuple[int, ...]) -> None:
+        geometry = zip(self.kernel_size, self.dilation, x.shape[2:], padding, strict=True)
+        for axis, (kernel, dilation, size, border) in enumerate(geometry):
+            reach = dilation * (kernel - 1) + 1
+            if reach > size + 2 * border:
+                raise ValueError(
+                    f"{self.int8_name}: the kernel reaches over {reach} pixels on spatial axis {axis}, but the padded input "
+                    f"has only {size + 2 * border} there, so no output pixel exists. Use a larger image or more padding."
+                )
+
+    def _pad(self: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """The input with what the kernel cannot pad itself, and the symmetric zero padding that it can."""
+        border: list[int] = self._reversed_padding_repeated_twice
+        none = (0,) * (len(border) // 2)
+        if self.padding_mode != "zeros":
+            return F.pad(x, border, mode=self.padding_mode), none
+        pairs = list(zip(border[0::2], border[1::2], strict=True))[::-1]
+        if all(left == right for left, right in pairs):
+            return x, tuple(left for left, _ in pairs)
+        return F.pad(x, border), none
+
+
+@lru_cache(maxsize=4096)
+def _geometry(
+    size: tuple[int, ...],
+    channels: int,
+    kernel: tuple[int, ...],
+    border: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> ConvProducts | None:
+    """The products of a batch that fits and is padded evenly; else None."""
+    if len(size) != len(kernel) + 2 or size[1] != channels:
+        return None
+    padding = border[0::2][::-1]
+    if padding != border[1::2][::-1]:
+        return None
+    axes = zip(size[2:], kernel, dilation, padding, strict=True)
+    fits = all(apart * (reach - 1) < there + 2 * pad for there, reach, apart, pad in axes)
+    return ConvProducts(stride, padding, dilation, groups) if fits else None
+
+
+class _Int8Conv(_Convolution, Int8Layer):
+    """The forward pass that the three int8 classes share."""
+
+    int8_block: Block | None = None
+
+    def __init__(self, *args: Any, recipe: Recipe | str = "unified-int8", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.attach(recipe, seed=torch.initial_seed(), layer=weight_number(self.weight), name=type(self).__name__)
+
+    def channels(self) -> tuple[int, int]:
+        return self.in_channels, self.out_channels  # type: ignore[return-value]
+
+    def geometry(self) -> Geometry:
+        return Geometry(*self.channels(), self.groups, self.kernel_size, self.stride, self.dilation)  # type: ignore[arg-type]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """output = input ⋆ weight + bias."""
+        if isinstance(input, RECORDED):
+            return record(self, input)
+        input = computed(input)
+        fuses = self.enabled and may_fuse(self, input)
+        if not fuses and ((input.is_meta and self.weight.is_meta) or not self.runs_int8()):
+            return super().forward(input)
+        self.check_call(input, fuses)
+        x, products, batched = self._products(input)
+        if fuses and batched and (x is input or may_fuse(self, x)):
+            self.check_dtypes(x)
+            return begin_block(self, x, products, self.next_slot())
+        output = self.run(x, products)
+        if self.bias is not None:
+            output = output + self.bias.to(output.dtype).reshape(1, -1, *(1,) * len(self.kernel_size))  # type: ignore
+        return output if batched else output.squeeze(0)
+
+
+class FusedConvolution(_Convolution):
+    """A float convolution that begins a block. Turned into one by `attach`, back by `detach`, in place."""
+
+    float_class: type[nn.Module]
+    recipe: Recipe
+    enabled: bool
+
+    def attach(self, recipe: Recipe, name: str, block: Block) -> None:
+        """Binds the block."""
+        self.recipe, self.int8_name, self.int8_block, self.enabled = recipe, name, block, True
+
+    def detach(self) -> None:
+        """Makes the layer the plain torch layer that it was."""
+        for attribute in ("recipe", "int8_name", "int8_block", "enabled"):
+            del self.__dict__[attribute]
+        self.__class__ = self.float_class  # type: ignore[assignment]
+
+    def runs_int8(self, product: str | None = None) -> bool:
+        """Never."""
+        return False
+
+    def __prepare_scriptable__(self) -> None:
+        refuse_script(self.int8_name)
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """output = input ⋆ weight + bias, in float."""
+        if isinstance(input, RECORDED):
+            return record(self, input)
+        input = computed(input)
+        fits = input.dim() == len(self.kernel_size) + 2 and input.shape[1] == self.in_channels
+        if not self.enabled or not fits or self.weight.dtype != torch.float32 or not may_fuse(self, input):
+            return super().forward(input)  # type: ignore[misc]
+        x, products, _ = self._products(input)
+        return begin_block(self, x, products, 0)
+
+
+class FusedConv1d(FusedConvolution, nn.Conv1d):
+    """nn.Conv1d in float, in a block."""
+
+    float_class = nn.Conv1d
+
+
+class FusedConv2d(FusedConvolution, nn.Conv2d):
+    """nn.Conv2d in float, in a block."""
+
+    float_class = nn.Conv2d
+
+
+class FusedConv3d(FusedConvolution, nn.Conv3d):
+    """nn.Conv3d in float, in a block."""
+
+    float_class = nn.Conv3d
+
+
+FUSED_CLASSES: dict[type[nn.Module], type[FusedConvolution]] = {
+    nn.Conv1d: FusedConv1d,
+    nn.Conv2d: FusedConv2d,
+    nn.Conv3d: FusedConv3d,
+}
+
+
+class Int8Conv1d(_Int8Conv, nn.Conv1d):
+    """nn.Conv1d in int8; takes a `recipe` besides torch's own arguments."""
+
+    float_class = nn.Conv1d
+
+
+class Int8Conv2d(_Int8Conv, nn.Conv2d):
+    """nn.Conv2d in int8; takes a `recipe` besides torch's own arguments. Runs in float where that is faster (float_table.py).
+
+    >>> layer = Int8Conv2d(16, 16, 3, padding=1, recipe="plain-int8")
+    >>> layer(torch.randn(2, 16, 5, 5)).shape, layer.runs_int8()
+    (torch.Size([2, 16, 5, 5]), True)
+    """
+
+    float_class = nn.Conv2d
+
+
+class Int8Conv3d(_Int8Conv, nn.Conv3d):
+    """nn.Conv3d in int8; takes a `recipe` besides torch's own arguments."""
+
+    float_class = nn.Conv3d

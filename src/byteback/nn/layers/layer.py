@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Int8Layer: what Int8Conv1d/2d/3d and Int8Linear share. A torch layer plus a little.
+
+`attach` turns a torch layer into its int8 self in place (same object, same parameters, same hooks), `detach` turns it
+back. A layer counts its calls within one forward of the prepared model, so that a module with several call sites keeps
+their statistics apart.
+
+Rules for dtypes: weights are float32. The input is float32; under autocast any float is taken, the product runs from
+float32, and the output has autocast's dtype, as torch's own layer would give it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from byteback.nn.autograd import Int8Product, Products
+from byteback.nn.layers.calls import Shared, recomputing
+from byteback.nn.layers.float_table import Geometry, why_float
+from byteback.nn.layers.numerics import LayerNumerics
+from byteback.nn.layers.transforms import refuse_script, refuse_transforms
+from byteback.nn.layers.weights import Frozen, refuse_loading, refuse_training
+from byteback.nn.quantizing import RECOMPUTED
+from byteback.ops import quantizer
+from byteback.ops.backends import paths
+from byteback.quantize import CALL_SLOTS
+from byteback.recipes import Recipe, resolve
+
+if TYPE_CHECKING:
+    _Base = nn.Module
+else:
+    _Base = object
+
+
+OWN_ATTRIBUTES = (
+    *("recipe", "enabled", "hooked", "scaling", "faster_in_float", "int8_name", "int8_shared", "int8_calls", "int8_frozen"),
+)
+"""What `attach` puts into a layer's dictionary, besides `quantizers`, which is a child module."""
+
+
+class Scaling(Protocol):
+    """What is connected to the layer from above and must let go of it: when it turns float again, or is connected anew."""
+
+    def drop(self, layer: Any) -> None: ...
+
+    def release(self, layer: Any) -> None: ...
+
+    def optimizer(self) -> Any: ...
+
+
+class Int8Layer(_Base):
+    """Mixin for a torch layer whose products run in int8."""
+
+    recipe: Recipe
+    quantizers: LayerNumerics
+    weight: Tensor
+    float_class: type[nn.Module]
+
+    def attach(
+        self,
+        recipe: Recipe | str,
+        *,
+        seed: int,
+        layer: int,
+        name: str,
+        shared: Shared | None = None,
+    ) -> None:
+        """Gives the layer its recipe and its memory."""
+        self.recipe = resolve(recipe)
+        self.int8_name = name
+        self.enabled = True
+        self.hooked = False
+        self.scaling: Scaling | None = None
+        self.int8_shared = shared or Shared()
+        self.int8_calls = 0
+        self.int8_frozen: Frozen | None = None
+        self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
+        self.quantizers = LayerNumerics(
+            self.recipe, *self.channels(), seed, layer, name, depthwise=self.is_depthwise(), device=self.weight.device
+        )
+
+    def detach(self) -> None:
+        """Makes the layer the plain torch layer that it was."""
+        del self.quantizers
+        if self.scaling is not None:
+            self.scaling.drop(self)
+        for attribute in OWN_ATTRIBUTES:
+            del self.__dict__[attribute]
+        self.__dict__.pop("int8_block", None)
+        self.__class__ = self.float_class  # type: ignore[assignment]
+
+    def channels(self) -> tuple[int, int]:
+        """(C, K): input and output channels."""
+        raise NotImplementedError
+
+    def geometry(self) -> Geometry:
+        """What the float table knows of this layer."""
+        raise NotImplementedError
+
+    def shares_gradient(self) -> bool:
+        """Whether grad_input uses the gradient's copy per channel too: in a depthwise convolution, which sums over no K."""
+        own = self.recipe.grad_output_for_weight
+        return own is not None and own.per == "K" and self.recipe.depthwise_shares and self.is_depthwise()
+
+    def is_depthwise(self) -> bool:
+        """Whether each channel is convolved by itself, so that no product sums over channels."""
+        in_channels, out_channels = self.channels()
+        return 1 < in_channels == out_channels == getattr(self, "groups", 1)
+
+    def runs_int8(self, product: str | None = None) -> bool:
+        """Whether the layer (or its "output", "grad_input" or "grad_weight") runs in int8 now. A chosen path is strict."""
+        if not self.enabled or (self.faster_in_float is not None and not paths.is_chosen()):
+            return False
+        return product is None or bool(getattr(self.recipe, product))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a loaded model has no optimizer of ours behind it.
+        return {**self.__dict__, "hooked": False, "scaling": None}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves the layer. A frozen one quantizes its weight again, since what moved may be something else now."""
+        if self.int8_frozen is not None:
+            self.int8_frozen = Frozen()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """A float checkpoint resets the quantizers; one that leaves this layer out leaves them alone."""
+        refuse_loading(self)
+        if self.int8_shared.undo is not None:
+            self.int8_shared.undo.forget()  # of the weights that were
+        own = prefix + "quantizers."
+        if not any(key.startswith(own) for key in state_dict):
+            weight = state_dict.get(prefix + "weight")
+            if weight is not None:
+                if self.quantizers.seed.is_meta and local_metadata.get("assign_to_params_buffers", False):
+                    self.quantizers.to_empty(device=weight.device)  # where the weight will be
+                self.quantizers.reset()
+            state_dict.update(self.quantizers.state_dict(prefix=own))  # what is here now counts as loaded
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def run(self, x: Tensor, products: Products) -> Tensor:
+        """The product without bias, under the dtype rules above."""
+        self.check_dtypes(x)
+        device = x.device.type
+        slot, with_grad = self.next_slot(), torch.is_grad_enabled()
+        if not torch.is_autocast_enabled(device):
+            return Int8Product.apply(x, self.weight, self, products, slot, with_grad)
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            output = Int8Product.apply(x.float(), self.weight, self, products, slot, with_grad)
+        return output.to(dtype)
+
+    def check_call(self, input: Tensor, fuses: bool = False) -> None:
+        """Refuses a call that cannot run in int8 now. `fuses`: it runs as a block, so no transform is active."""
+        if self.training and self.int8_frozen is not None:
+            refuse_training(self, "it was called in training mode")
+        if not fuses:
+            refuse_transforms(self.int8_name, input, self.weight)
+
+    def __prepare_scriptable__(self) -> None:
+        refuse_script(self.int8_name)
+
+    def check_dtypes(self, x: Tensor) -> None:
+        """Refuses what no int8 product can take."""
+        if self.weight.dtype != torch.float32:
+            raise TypeError(
+                f"{self.int8_name}: weight is {self.weight.dtype}, but int8 training keeps its master weights in float32. "
+                "Leave the model in float32 (model.float()) and use torch.autocast for the layers around it."
+            )
+        if x.device != self.weight.device:
+            raise RuntimeError(
+                f"{self.int8_name}: input is on {x.device} and weight on {self.weight.device}; a product needs both on one "
+                f"device. Move the input with .to({str(self.weight.device)!r})."
+            )
+        if x.dtype != torch.float32 and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+            raise TypeError(
+                f"{self.int8_name}: input is {x.dtype}, but int8 layers take float32 (any float under autocast). "
+                "Call .float() on the input."
+            )
+
+    # ---- call slots ----
+
+    def next_slot(self) -> int:
+        if recomputing():
+            return RECOMPUTED
+        if not self.int8_shared.is_counting():
+            return 0
+        if torch.compiler.is_compiling():
+            ordinal = self.int8_calls
+        else:
+            ordinal = self.int8_shared.calls.ordinals.get(id(self), 0)
+            self.int8_shared.calls.ordinals[id(self)] = ordinal + 1
+        self.int8_calls = ordinal + 1
+        return min(ordinal, CALL_SLOTS - 1)
+
+    def backward_slot(self, slot: int) -> int:
+        """The slot of a backward pass. Reentrant checkpointing runs it on a recomputed forward, whose ordinal is lost."""
+        if slot != RECOMPUTED:
+            return slot
+        if self.int8_calls > 1:
+            raise RuntimeError(
+                f"{self.int8_name}: this layer is called {self.int8_calls} times in one forward and reentrant checkpointing "
+                "recomputes it, so which call a gradient belongs to is unknown. Use checkpoint(..., use_reentrant=False)."
+            )
+        return 0
+
+    # ---- the world outside ----
+
+    def rank(self) -> int:
+        """This process's rank: replicas must not share their noise."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank()
+        return 0
+
+    def learning_rate_factor(self) -> Any:
+        """φ of this layer, from the worst direction deviation among its calls; 1 without a rule, before any search, and where
+        the layer falls back to float."""
+        return factors([self])[0]
+
+    def watch_for_hook(self) -> None:
+        """Warns once if a recipe that acts on the optimizer's step never sees one."""
+        numerics = self.quantizers
+        numerics.backwards += 1
+        if numerics.stepped or self.int8_shared.warned or not self.training:
+            return
+        if self.recipe.learning_rate is None and self.recipe.on_nonfinite != "skip":
+            return
+        passes, period = numerics.backwards - 1, self.recipe.grad_output.clip.search_period()
+        if passes >= (max(2 * period, 20) if self.hooked else max(period, 2)):
+            self.int8_shared.warned = True
+            reason = f"no optimizer step was seen in {passes} backward passes" if self.hooked else "no optimizer is connected"
+            warnings.warn(
+                f"{self.int8_name}: {type(self.recipe).__name__} acts on the optimizer's step (learning-rate factors, skipped "
+                f"steps), but {reason}, so it trains without that part. Call "
+                "byteback.scale_learning_rates(optimizer, model) with the optimizer whose step() you call.",
+                stacklevel=3,
+            )
+
+
+def factors(layers: Sequence[Int8Layer]) -> list[Any]:
+    """φ of each layer: numbers, or tensors where a look at them would cost time."""
+    scaled = [layer for layer in layers if layer.recipe.learning_rate is not None and layer.runs_int8()]
+    observed = [[q.observed for q in layer.quantizers.gradients()] for layer in scaled]
+    made = quantizer.factors(observed, [layer.recipe.learning_rate for layer in scaled])
+    found = {id(layer): factor for layer, factor in zip(scaled, made, strict=True)}
+    return [found.get(id(layer), 1.0) for layer in layers]
+
+
+def weight_number(weight: Tensor) -> int:
+    """15 bits of a weight's contents: with them layers of different models draw different noise, and do so again next run."""
+    if weight.device.type == "meta" or weight.numel() == 0:
+        return 0
+    if hasattr(weight, "full_tensor"):  # FSDP2 has sharded it: every rank prepares, so every rank can ask for the whole
+        weight = weight.full_tensor()
+    head = weight.detach().flatten()[:1024].to("cpu", torch.float32).contiguous()
+    return zlib.crc32(head.numpy().tobytes()) & 0x7FFF

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LayerNumerics: all that one int8 layer remembers. A child module, so that it moves, copies and saves with the layer.
+
+Everything is a fixed-shape buffer. A checkpoint of the float network, which has none of these keys, loads with
+strict=True and resets them; a checkpoint that has some but not all of them is an error, since half a state is a bug.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from byteback import ops
+from byteback.ops.contract.limits import NUMERICS_VERSION
+from byteback.quantize import Quantizer, Settings, TensorRule, columns_of, moved, register
+from byteback.recipes import Recipe
+
+GRADIENT_ROLES = ("grad_output", "grad_output_for_weight")
+
+
+def signed64(seed: int) -> int:
+    """A 64-bit seed as int64 holds it.
+
+    >>> signed64(2**64 - 1)
+    -1
+    """
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+class LayerNumerics(nn.Module):
+    """Noise counter, iteration and quantizers of one layer.
+
+    seed, layer, count   name the noise of the next gradient; count rises with every gradient that is quantized
+    iteration            optimizer steps seen (or backward passes, where no optimizer hook is installed)
+    nonfinite            how many tensors with NaN or Inf were met
+    """
+
+    seed: Tensor
+    layer: Tensor
+    count: Tensor
+    iteration: Tensor
+    nonfinite: Tensor
+    numerics_version: Tensor
+    backwards = 0  # backward passes in this process
+    stepped = False  # whether an optimizer's hook was seen in this process
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        in_channels: int,
+        out_channels: int,
+        seed: int,
+        layer: int,
+        name: str,
+        depthwise: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.initial = {
+            **{"numerics_version": NUMERICS_VERSION, "seed": signed64(seed), "layer": layer},
+            **{"count": 0, "iteration": 0, "nonfinite": 0},
+        }
+        for buffer, value in self.initial.items():
+            self.register_buffer(buffer, torch.tensor(value, dtype=torch.int64, device=device))
+        rule, own = recipe.grad_output_rule(depthwise), recipe.grad_output_for_weight
+        self.input = _quantizer(recipe.input, in_channels, device, tracks=True)
+        self.grad_output = _quantizer(rule, out_channels, device)
+        self.grad_output_for_weight = _quantizer(own, out_channels, device) if own else None
+        self.settings = _settings(recipe, rule, name, depthwise)
+        self._derive()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Handles belong to a process, so a copy from another one gets its own."""
+        super().__setstate__(state)
+        self._derive()
+
+    def _derive(self) -> None:
+        """What follows from the settings: their handles, and whether one rule chooses both copies of a gradient at once."""
+        self.handles = {field: register(settings) for field, settings in self.settings.items()}
+        one, each = self.settings["grad_output"].rule, self.settings["grad_output_for_weight"].rule
+        together = (one.per, each.per) == ("tensor", "K") and one.clip == each.clip and one.rounding == each.rounding
+        self.chooses_both = self.grad_output_for_weight is not None and together and one.clip.program() is not None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerNumerics:
+        """Moves with the model; to memory that holds nothing yet it comes with the numbers of a new layer."""
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        for name, value in self.initial.items():
+            self._buffers[name] = moved(getattr(self, name), fn, value)
+        return self
+
+    def noise_of(self, role: str, key: Tensor) -> Tensor | None:
+        """The noise key, for a tensor that is rounded stochastically."""
+        return key if self.settings[role].rule.rounding == "stochastic" else None
+
+    def next_noise_key(self, rank: int, count_iteration: bool) -> Tensor:
+        """The key for this gradient's noise; the next gradient gets another one."""
+        count = self.count
+        key = ops.noise_key(self.seed, self.layer, count, rank)
+        count.add_(1)
+        if count_iteration:
+            self.iteration.add_(1)
+        return key
+
+    def reset(self) -> None:
+        """Forgets everything but what names the noise: no gradient of a layer ever gets the noise of an earlier one."""
+        for quantizer in self.each():
+            quantizer.reset()
+        for counter in (self.iteration, self.nonfinite):
+            counter.zero_()
+        self.numerics_version.fill_(NUMERICS_VERSION)
+
+    def gradients(self) -> list[Quantizer]:
+        """The quantizers of the gradient's copies."""
+        copies = (self.grad_output, self.grad_output_for_weight)
+        return [copy for copy in copies if copy is not None]
+
+    def each(self) -> list[Quantizer]:
+        """The quantizers: of the input, and of one or two copies of the gradient."""
+        return [quantizer for quantizer in self._modules.values() if isinstance(quantizer, Quantizer)]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        version = state_dict.get(prefix + "numerics_version")
+        if version is not None and int(version) != NUMERICS_VERSION:
+            warnings.warn(
+                f"{prefix[:-1]}: the checkpoint was written with numerics version {int(version)}, this build has "
+                f"{NUMERICS_VERSION}; training goes on, but not with the bits that the old version would have given.",
+                stacklevel=2,
+            )
+            state_dict[prefix + "numerics_version"] = torch.full_like(version, NUMERICS_VERSION)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        for quantizer in self.each():
+            quantizer.unshared.zero_()  # what was measured before belongs to another run
+
+
+def _quantizer(rule: TensorRule, channels: int, device: torch.device | None, tracks: bool = False) -> Quantizer:
+    scales = channels if rule.per in ("C", "K") else 1
+    columns = 1 + max(columns_of(rule).values())
+    return Quantizer(rule.clip.entries(scales), tracks, device, columns)
+
+
+def _settings(recipe: Recipe, grad_output: TensorRule, name: str, depthwise: bool) -> dict[str, Settings]:
+    rules = {
+        "input": recipe.input,
+        "weight": recipe.weight,
+        "grad_output": grad_output,
+        "grad_output_for_weight": recipe.grad_output_for_weight or grad_output,
+    }
+    return {
+        field: Settings(
+            rule=rule,
+            role="grad_output" if field in GRADIENT_ROLES else field,
+            layer=name,
+            on_nonfinite=recipe.on_nonfinite,
+            observe_every=recipe.observe_every,
+            momentum=recipe.momentum,
+            by_channel=depthwise and field in GRADIENT_ROLES,
+        )
+        for field, rule in rules.items()
+    }

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The int8 twin of a layer's class: Int8Conv2d for nn.Conv2d, and for a user's subclass a class that is both.
+
+A subclass that only changes the constructor, such as torchvision's Conv3DSimple, keeps its own methods and stays an instance
+of itself. The twin of a subclass is made when it is needed, so pickle cannot find it by name; it pickles as its recipe:
+"the twin of that class".
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from byteback.nn.layers.conv import Int8Conv1d, Int8Conv2d, Int8Conv3d
+from byteback.nn.layers.layer import OWN_ATTRIBUTES, Int8Layer
+from byteback.nn.layers.linear import Int8Linear
+
+INT8_CLASSES: dict[type[nn.Module], type[Int8Layer]] = {
+    nn.Conv1d: Int8Conv1d,
+    nn.Conv2d: Int8Conv2d,
+    nn.Conv3d: Int8Conv3d,
+    nn.Linear: Int8Linear,
+}
+
+
+_twins: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def int8_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a layer of class `cls` takes on in `prepare`.
+
+    >>> int8_class(nn.Conv2d).__name__
+    'Int8Conv2d'
+    >>> Mine = type("Mine", (nn.Conv2d,), {})
+    >>> int8_class(Mine).__name__, issubclass(int8_class(Mine), Mine)
+    ('Int8Mine', True)
+    """
+    if cls in INT8_CLASSES:
+        return INT8_CLASSES[cls]
+    if cls in _twins:
+        return _twins[cls]
+    base = next(INT8_CLASSES[parent] for parent in cls.__mro__ if parent in INT8_CLASSES)
+    members = {"float_class": cls, "__reduce_ex__": _reduce, "__module__": cls.__module__}
+    return _twins.setdefault(cls, type(f"Int8{cls.__name__}", (base, cls), members))
+
+
+@cache
+def own_names(twin: Any) -> tuple[str, ...]:
+    """The names that a class of ours adds to the torch class it is made from: methods, attributes, what `attach` sets.
+
+    >>> "quantizers" in own_names(Int8Conv2d), "forward" in own_names(Int8Conv2d)
+    (True, False)
+    """
+    base = twin.float_class
+    theirs = set(dir(base)).union(*(vars(cls).get("__annotations__", ()) for cls in base.__mro__))
+    ours = [cls for cls in twin.__mro__ if cls not in base.__mro__]
+    named = {name for cls in ours for name in (*vars(cls), *vars(cls).get("__annotations__", ()))}
+    if issubclass(twin, Int8Layer):
+        named.update(OWN_ATTRIBUTES)
+    return tuple(sorted(name for name in named - theirs if not name.startswith("__")))
+
+
+def clash(module: nn.Module, twin: Any) -> str | None:
+    """A name of the user's, on the layer or in its class, that `twin` needs for itself.
+
+    >>> layer = nn.Conv2d(3, 8, 3)
+    >>> layer.recipe = "mine"
+    >>> clash(layer, Int8Conv2d), clash(nn.Conv2d(3, 8, 3), Int8Conv2d)
+    ('recipe', None)
+    """
+    classes = [vars(cls) for cls in type(module).__mro__ if cls not in twin.float_class.__mro__]
+    taken = (module.__dict__, module._parameters, module._buffers, module._modules, *classes)
+    return next((name for name in own_names(twin) if any(name in names for names in taken)), None)
+
+
+def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:
+    return _blank, (type(layer).float_class,), layer.__getstate__()
+
+
+def _blank(cls: type[nn.Module]) -> nn.Module:
+    """An empty instance of the twin, for pickle and copy to fill."""
+    twin = int8_class(cls)
+    return twin.__new__(twin)
