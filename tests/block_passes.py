@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops import native
+from byteback.ops.backends import paths
 
-NATIVE = [path for path in native.available() if path != "reference"]
+NATIVE = [path for path in paths.available() if path != "reference"]
 # Rows around blocks of 64 and the tree's powers of two; channels around vectors of 8, blocks of 32 and pairs.
 SHAPES = [(1, 1), (5, 3), (65, 17), (64, 8), (3, 1000), (2, 4, 33), (2, 24, 9, 9), (3, 7, 5, 9), (1, 1, 13, 11),
           (2, 40, 16, 17), (1, 65, 8, 8), (4, 64, 33, 31), (2, 3, 5, 4, 7), (1, 16, 3, 8, 9), (2, 1030, 3, 3)]  # fmt: skip
@@ -70,11 +70,11 @@ def lies_channels_last(x: Tensor) -> bool:
 
 def agree(call: Any) -> Any:
     """Calls on every path with one and two threads; all results must be the reference's, which is returned."""
-    with native.path("reference"):
+    with paths.path("reference"):
         expected = call()
     for path, threads in itertools.product(NATIVE, (1, 2)):
         torch.set_num_threads(threads)
-        with native.path(path):
+        with paths.path(path):
             actual = call()
         assert same(actual, expected), f"{path} with {threads} threads differs from the reference"
         for tensor in actual if isinstance(actual, tuple) else ():

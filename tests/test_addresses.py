@@ -17,19 +17,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import byteback
-from byteback import addresses
+from byteback.ops.backends.cpu import addresses
 
 PACKAGE = Path(byteback.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # For these an address is a name: whether two tensors share their memory, or somebody else asks for it.
 IDENTITY = {"memory.py", "nn/weights.py", "nn/activation.py"}
 ADDRESSES = {"flat", "last", "dense", "part", "known"}
-MANY = {"residual_numbers", "kept_numbers", "backward_numbers", "place"}  # in ops/normalize_native.py, of several tensors
+MANY = {"residual_numbers", "kept_numbers", "backward_of", "quantized_to", "place"}  # in ops/backends/cpu, of several tensors
+TAKERS = {f"byteback.ops.backends.cpu.{name}" for name in ("addresses", "block", "block_grad", "quantize")}
 FACTORIES = {
     *("empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "scalar_tensor", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "randperm", "logspace", "range", "from_numpy", "frombuffer"),
 }
-FLOORS = ("ops", "quantize", "recipes", "nn", "detection_ops.py", "addresses.py")
+FLOORS = ("ops", "quantize", "recipes", "nn", "detection_ops.py")
 
 
 def name_of(file: Path) -> str:
@@ -62,10 +63,10 @@ def taken(tree: ast.AST) -> Iterator[tuple[ast.Call, list[ast.expr]]]:
     imported = {
         alias.asname or alias.name: alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in ("byteback.addresses", "byteback.ops.normalize_native")
+        if isinstance(node, ast.ImportFrom) and node.module in TAKERS
         for alias in node.names
     }
-    if imported:  # normalize_native.py itself
+    if imported:  # the files of ops/backends/cpu themselves
         imported |= {node.name: node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -134,7 +135,9 @@ def test_only_one_file_takes_addresses() -> None:
         f"{name_of(file)}:{node.lineno}"
         for file in FILES
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr == "data_ptr" and name_of(file) not in {"addresses.py", *IDENTITY}
+        if isinstance(node, ast.Attribute)
+        and node.attr == "data_ptr"
+        and name_of(file) not in {"ops/backends/cpu/addresses.py", *IDENTITY}
     ]
     assert not offences, f"these hand over addresses that addresses.py has not checked: {offences}"
 
@@ -154,9 +157,9 @@ def test_every_new_tensor_names_its_device() -> None:
 # ---- the readers themselves: a guard that catches nothing would pass every test above --------------------------------
 
 IMPORTS = """
-from byteback.addresses import flat, known as at
-from byteback import addresses
-from byteback.ops.normalize_native import backward_numbers
+from byteback.ops.backends.cpu.addresses import flat, known as at
+from byteback.ops.backends.cpu import addresses
+from byteback.ops.backends.cpu.block_grad import backward_of
 """
 
 
@@ -170,9 +173,9 @@ from byteback.ops.normalize_native import backward_numbers
         ("[flat(t, d, 2) for t in (a, b, *(rest or (None, None)))]", True),
         ("[flat(t, d, n) for t, n in zip(tensors, (1, 2))]", True),
         ("key.data_ptr()", True),
-        ("backward_numbers(*parts, *gate, activation)", True),
+        ("backward_of(*parts, *gate, activation)", True),
         ("key.contiguous().data_ptr()", False),
-        ("kernels.backward_numbers(g.contiguous(), x)", False),
+        ("kernels.backward_of(g.contiguous(), x)", False),
         ("flat(key.contiguous(), d, 2)", False),
         ("at(key.t())", False),
         ("addresses.last(key + 1, d, 2)", False),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from byteback.ops import native
+from byteback.ops.backends import paths
 
 
 def byteback(*args: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -70,10 +70,10 @@ def test_a_mistake_ends_with_a_message_that_helps(args: list[str], says: str) ->
 def test_doctor_names_the_paths_and_why() -> None:
     done = byteback("doctor")
     assert done.returncode == 0, done.stderr
-    for path in native.PATHS:
+    for path in paths.PATHS:
         assert path in done.stdout
     assert "digits" in done.stdout and "cifar10" in done.stdout
-    assert f"operators take the path {native.available()[0]}" in done.stdout
+    assert f"operators take the path {paths.available()[0]}" in done.stdout
 
 
 def test_the_bare_command_helps_and_the_version_is_told() -> None:
@@ -101,7 +101,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 def test_verify_compares_every_native_path() -> None:
     done = byteback("verify", "--cases", "10")
     assert done.returncode == 0, done.stdout + done.stderr
-    for path in native.available():
+    for path in paths.available():
         assert path == "reference" or f"path {path}" in done.stdout
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from byteback import detection_ops, torchvision_compat
-from byteback.ops import native
+from byteback.ops.backends.cpu import library as native_library
 
-NATIVE = pytest.mark.skipif(native.library is None, reason="this build has no native library")
+NATIVE = pytest.mark.skipif(native_library.native is None, reason="this build has no native library")
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 import byteback
 from byteback import torchvision_compat
-from byteback.ops import native, schema, schema_products
+from byteback.ops import dispatch, products
+from byteback.ops.backends import paths
 from byteback.quantize import TensorRule
 
 torchvision = torchvision_compat.load()
-PATHS = [path for path in native.available() if path != "reference"]
+PATHS = [path for path in paths.available() if path != "reference"]
 RECIPES = ["unified-int8", "distribution-adaptive-int8"]
 CHANNELS = 32  # FCOS norms groups of as many
 
@@ -156,14 +157,14 @@ def test_the_weight_gradient_of_a_shared_head_is_the_sum_over_its_levels() -> No
 
 
 def test_images_of_ever_new_sizes_fill_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "_MOST_PLANS", 150)
-    schema_products._plans.clear()
+    monkeypatch.setattr(dispatch, "_MOST_PLANS", 150)
+    products._calls.clear()
     model = detector("retinanet", "unified-int8")
     model.transform.size_divisible = 1
     plans = []
     for number in range(6):
         assert all(torch.isfinite(torch.tensor(steps(model, 1, [(64, 64 + 7 * number)]))))
-        plans.append(len(schema_products._plans))
+        plans.append(len(products._calls))
     assert max(plans) <= 150 and any(later < earlier for earlier, later in itertools.pairwise(plans))
 
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [page for page in (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")) if page.exists()] + DOCS
 RUNNABLE = [page for page in PAGES if page.name not in ("CONTRIBUTING.md", "SECURITY.md")]
-# Where a path may start: the repository, the package (`ops/reference.py`), or the page's own folder.
+# Where a path may start: the repository, the package (`ops/activations.py`), or the page's own folder.
 BASES = [ROOT, ROOT / "src" / "byteback"]
 # A bare file name (`reference.py`) is looked for in these.
 FOLDERS = [ROOT / name for name in ("src", "csrc", "docs", "tests", "benchmarks", "examples", "configs")]
@@ -199,7 +199,7 @@ def test_the_reader_finds_paths_and_blocks() -> None:
 
 def test_the_reader_knows_what_exists() -> None:
     page = ROOT / "README.md"
-    for path in ("src/byteback/ops", "ops/reference.py", "reference.py", "src/byteback/{convert,report}.py", "tests/"):
+    for path in ("src/byteback/ops", "ops/activations.py", "activations.py", "src/byteback/{convert,report}.py", "tests/"):
         assert exists(path, page), path
     for path in ("no_such.py", "ops/no_such.py", "src/byteback/{convert,nothing}.py", "docs/none.md"):
         assert not exists(path, page), path

@@ -13,7 +13,7 @@ from torch import nn
 
 import byteback
 from byteback import models
-from byteback.ops.exponential import exponential
+from byteback.ops.contract.exponential import exponential
 from byteback.report import Health, Summary
 
 RECIPES = ["plain-int8", "unified-int8", "distribution-adaptive-int8"]

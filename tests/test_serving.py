@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import byteback
-from byteback import ops
 from byteback.nn import quantizing
 from byteback.nn.layers import weights
 from small_blocks import Net
@@ -63,7 +62,7 @@ def quantized_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("recipe", ["plain-int8", "unified-int8", "distribution-adaptive-int8"])
 def test_predictions_have_the_same_bits(recipe: str, path: str | None) -> None:
     model = trained(byteback.recipes.resolve(recipe))
-    with ops.native.path(path) if path else contextlib.nullcontext():
+    with byteback.path(path) if path else contextlib.nullcontext():
         with torch.no_grad():
             before = model(X) + 0.0
         with torch.inference_mode():

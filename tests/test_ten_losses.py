@@ -15,10 +15,10 @@ import torch.nn.functional as F
 
 import byteback
 from byteback import models
-from byteback.ops import native
+from byteback.ops.backends import paths
 
 RECIPES = ["plain-int8", "unified-int8", "distribution-adaptive-int8"]
-PATHS = native.available()
+PATHS = paths.available()
 STEPS = 10
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import byteback
 from byteback.nn import Int8Layer
-from byteback.ops import native
+from byteback.ops.backends import paths
 from byteback.recipes import resolve
 from byteback.torchvision_compat import load
 
@@ -131,7 +131,7 @@ def losses(model: nn.Module, x: Tensor, path: str) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     byteback.scale_learning_rates(optimizer, model)
     seen = []
-    with native.path(path):
+    with paths.path(path):
         for step in range(STEPS):
             torch.manual_seed(step)  # for dropout and stochastic depth
             loss = loss_of(model, x)
@@ -160,7 +160,7 @@ def test_two_steps_are_finite_and_the_same_on_two_paths(name: str, slug: str, ca
         print(f"\n{name} in {slug}: {len(layers)} layers in int8, {share:.0%} of the weights", end=" ")
     assert layers and share > 0
     twin = copy.deepcopy(model)
-    fastest, plain = losses(model, x, native.available()[0]), losses(twin, x, "reference")
+    fastest, plain = losses(model, x, paths.available()[0]), losses(twin, x, "reference")
     assert all(map(math.isfinite, fastest)) and fastest == plain
     assert fastest[0] != fastest[1], "the first step changed nothing"
     for (key, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):

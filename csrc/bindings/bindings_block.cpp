@@ -1,38 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// The passes of norm.h as a training step takes them, one call for each direction of a block (ops/batch.py): between two passes
-// there is little arithmetic, and the way through Python would take longer. An address of 0 stands for a tensor that is not there.
+// The passes of norm.h as a training step takes them, one call for each direction of a block (ops/backends/cpu/block.py,
+// block_grad.py): between two passes there is little arithmetic, and the way through Python would take longer. Also the pools.
+// An address of 0 stands for a tensor that is not there.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 
-#include <array>
 #include <vector>
 
-#include "conv/conv.h"
+#include "bindings/structs.h"
 #include "block/max_pool.h"
 #include "block/norm.h"
 #include "block/norm_coefficients.h"
-#include "bindings/norm_numbers.h"
 #include "block/pixels.h"
-#include "bindings/shape_numbers.h"
+#include "conv/conv.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using namespace byteback;
 
 namespace {
-
-// rows, channels, x, gamma, beta, bias, running mean, running variance, residual, its scale
-using BatchFrom = std::array<Address, 10>;
-// a, b, mean, invstd, peak, values, scale, counts, output, mask, x as it is kept, its step, its centre
-using BatchTo = std::array<Address, 13>;
-
-struct BatchNumbers {
-    f64 eps, momentum;
-    int activation;
-    bool floor;          // the activation cuts at 0,
-    f32 ceiling;         // and here
-    bool peak_is_known;  // the extremes of a channel tell the largest value of the result, no reading is needed
-    int kept;
-};
 
 // Room for Σ, Σ², min and max of each channel.
 class OwnStatistics {
@@ -47,99 +32,87 @@ private:
 };
 
 // What follows when the statistics are known.
-void normalize_counted(int path, const Statistics& seen_of, const BatchFrom& from, const BatchNumbers& n, const BatchTo& to,
-                       int threads) {
-    const s64 rows = static_cast<s64>(from[0]), channels = static_cast<s64>(from[1]);
+void normalize_counted(int path, const ForwardPass& pass, const Statistics& seen_of, const BatchGiven& given,
+                       const BatchMade& made, int threads) {
     const auto& [total, squares, low, high] = seen_of;
-    f32* peak = at<f32>(to[4]);
-    norm_coefficients({channels, rows, total, squares, low, high, at<const f32>(from[3]), at<const f32>(from[4]),
-                       at<const f32>(from[5]), n.eps, n.momentum, at<f32>(from[6]), at<f32>(from[7]), n.ceiling, n.floor},
-                      {at<f32>(to[0]), at<f32>(to[1]), at<f64>(to[2]), at<f64>(to[3]), peak});
-    const Forward pass = forward_of(rows, channels, from[2], to[0], to[1], from[8], from[9], n.activation);
-    if (to[5] && !n.peak_is_known) *peak = BYTEBACK_CALL(normalize_peak, pass, threads);
-    if (!to[5] && !to[8] && !to[9] && !to[10]) return;
-    if (to[11]) norm_steps(channels, low, high, at<const f64>(to[2]), at<f32>(to[11]), at<f32>(to[12]));
-    const Outcome outcome{at<f32>(to[8]), at<u8>(to[9]), at<s8>(to[5]), to[5] ? *peak : 0.0f, at<void>(to[10]),
-                          static_cast<Stored>(n.kept), at<const f32>(to[11]), at<const f32>(to[12]), channels};
-    const Report seen = BYTEBACK_CALL(normalize, pass, outcome, threads);
-    if (!to[5]) return;
-    write_scales(peak, 1, at<f32>(to[6]));
-    write_counts(seen, to[7]);
+    f32* peak = at<f32>(made.peak);
+    norm_coefficients({pass.channels, pass.rows, total, squares, low, high, at<const f32>(given.gamma), at<const f32>(given.beta),
+                       at<const f32>(given.bias), given.eps, given.momentum, at<f32>(given.running_mean),
+                       at<f32>(given.running_var), pass.ceiling, pass.floor},
+                      {at<f32>(made.a), at<f32>(made.b), at<f64>(made.mean), at<f64>(made.invstd), peak});
+    const Forward from = forward_of(pass, given.x, made.a, made.b, given.residual, given.residual_scale);
+    if (made.values && !pass.peak_is_known) *peak = BYTEBACK_CALL(normalize_peak, from, threads);
+    if (!made.values && !made.output && !made.mask && !made.kept) return;
+    if (made.step)
+        norm_steps(pass.channels, low, high, at<const f64>(made.mean), at<f32>(made.step), at<f32>(made.centre));
+    const Outcome outcome{at<f32>(made.output), at<u8>(made.mask),         at<s8>(made.values),
+                          made.values ? *peak : 0.0f, at<void>(made.kept), pass.kept,
+                          at<const f32>(made.step), at<const f32>(made.centre), pass.pitch};
+    const Report seen = BYTEBACK_CALL(normalize, from, outcome, threads);
+    if (!made.values) return;
+    write_scales(peak, 1, at<f32>(made.scale));
+    write_counts(seen, made.counts);
 }
 
-void normalize_batch(int path, const BatchFrom& from, f64 eps, f64 momentum, int activation, bool floor, f32 ceiling,
-                     bool peak_is_known, int kept, const BatchTo& to, int threads) {
+void normalize_batch(int path, const ForwardPass& pass, const BatchGiven& given, const BatchMade& made, int threads) {
     nb::gil_scoped_release unlocked;
-    OwnStatistics own(static_cast<s64>(from[1]));
+    OwnStatistics own(pass.channels);
     const Statistics s = own.places();
-    BYTEBACK_CALL(channel_stats, static_cast<s64>(from[0]), static_cast<s64>(from[1]), at<const f32>(from[2]), s.total, s.squares,
-                  s.low, s.high, threads);
-    normalize_counted(path, s, from, {eps, momentum, activation, floor, ceiling, peak_is_known, kept}, to, threads);
+    BYTEBACK_CALL(channel_stats, pass.rows, pass.channels, at<const f32>(given.x), s.total, s.squares, s.low, s.high, threads);
+    normalize_counted(path, pass, s, given, made, threads);
 }
 
-// The same of a convolution's output, which is written to from[2] and counted on the way where a kernel can. The kernel's name.
-// Scales as in shape_numbers.h's GivenFactor.
-const char* conv_normalize_batch(int path, const ShapeNumbers& numbers, Address x, Address w, const std::array<Address, 2>& scales,
-                                 const std::array<s64, 2>& strides, const BatchFrom& from, f64 eps, f64 momentum, int activation,
-                                 bool floor, f32 ceiling, bool peak_is_known, int kept, const BatchTo& to, int threads) {
+// The same of a convolution's output, which is written to given.x and counted on the way where a kernel can. The kernel's name.
+const char* conv_normalize_batch(int path, const ConvShape& shape, const ForwardPass& pass, const Operands& operands,
+                                 const BatchGiven& given, const BatchMade& made, int threads) {
     nb::gil_scoped_release unlocked;
-    const ConvShape shape = shape_of(numbers);
-    const GivenFactor factor(scales[0], scales[1], strides[0], strides[1]);
-    OwnStatistics own(shape.out_channels);
+    const GivenFactor factor(operands);
+    OwnStatistics own(pass.channels);
     const Statistics s = own.places();
-    f32* y = at<f32>(from[2]);
+    const s8 *x = at<const s8>(operands.a), *w = at<const s8>(operands.b);
+    f32* y = at<f32>(given.x);
     const Path chosen = static_cast<Path>(path);
-    const char* kernel = conv_counted(chosen, shape, at<const s8>(x), at<const s8>(w), factor.get(), y, s, threads);
+    const char* kernel = conv_counted(chosen, shape, x, w, factor.get(), y, s, threads);
     if (!kernel) {
-        kernel = conv_output(chosen, shape, at<const s8>(x), at<const s8>(w), factor.get(), y, threads);
-        BYTEBACK_CALL(channel_stats, shape.batch * shape.out_pixels(), shape.out_channels, y, s.total, s.squares, s.low, s.high,
-                      threads);
+        kernel = conv_output(chosen, shape, x, w, factor.get(), y, threads);
+        BYTEBACK_CALL(channel_stats, pass.rows, pass.channels, y, s.total, s.squares, s.low, s.high, threads);
     }
-    normalize_counted(path, s, from, {eps, momentum, activation, floor, ceiling, peak_is_known, kept}, to, threads);
+    normalize_counted(path, pass, s, given, made, threads);
     return kernel;
 }
 
-// norm: a, mean, invstd; to: q, r, grad_gamma, grad_beta, the masked gradient, the sum of dx and of dx² (both or neither)
-void normalize_grad_batch(int path, const BackwardNumbers& numbers, const std::array<Address, 3>& norm, f64 eps,
-                          const std::array<Address, 7>& to, int threads) {
+// dx_total and dx_squares: both or neither.
+void normalize_grad_batch(int path, const Backward& from, f64 eps, Address a, Address mean, Address invstd, Address q, Address r,
+                          Address grad_gamma, Address grad_beta, Address masked, Address dx_total, Address dx_squares,
+                          int threads) {
     nb::gil_scoped_release unlocked;
-    const Backward from = backward_of(numbers);
     std::vector<f64> sums(3 * static_cast<size_t>(from.channels));
-    f64 *total = sums.data(), *dot = total + from.channels, *squares = to[5] ? dot + from.channels : nullptr;
-    BYTEBACK_CALL(normalize_grad_sums, from, total, dot, squares, at<f32>(to[4]), threads);
-    const NormSums seen{from.channels, from.rows, at<const f32>(norm[0]), at<const f64>(norm[1]), at<const f64>(norm[2]),
-                        total, dot};
-    norm_gradient(seen, {at<f32>(to[0]), at<f32>(to[1]), at<f32>(to[2]), at<f32>(to[3])});
+    f64 *total = sums.data(), *dot = total + from.channels, *squares = dx_total ? dot + from.channels : nullptr;
+    BYTEBACK_CALL(normalize_grad_sums, from, total, dot, squares, at<f32>(masked), threads);
+    const NormSums seen{from.channels, from.rows, at<const f32>(a), at<const f64>(mean), at<const f64>(invstd), total, dot};
+    norm_gradient(seen, {at<f32>(q), at<f32>(r), at<f32>(grad_gamma), at<f32>(grad_beta)});
     if (squares)
-        gradient_sums({seen, squares, at<const f32>(to[0]), at<const f32>(to[1]), eps}, at<f64>(to[5]), at<f64>(to[6]));
+        gradient_sums({seen, squares, at<const f32>(q), at<const f32>(r), eps}, at<f64>(dx_total), at<f64>(dx_squares));
 }
 
-Pixels pixels_of(const std::array<s64, 8>& n) { return {n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7]}; }
-
-void take(const std::array<s64, 8>& numbers, Address x, Address y, int threads) {
+void take(const Pixels& pixels, Address x, Address y, int threads) {
     nb::gil_scoped_release unlocked;
-    take_pixels(pixels_of(numbers), at<const f32>(x), at<f32>(y), threads);
+    take_pixels(pixels, at<const f32>(x), at<f32>(y), threads);
 }
 
-void spread(const std::array<s64, 8>& numbers, Address y, Address x, int threads) {
+void spread(const Pixels& pixels, Address y, Address x, int threads) {
     nb::gil_scoped_release unlocked;
-    spread_pixels(pixels_of(numbers), at<const f32>(y), at<f32>(x), threads);
+    spread_pixels(pixels, at<const f32>(y), at<f32>(x), threads);
 }
 
-using WindowNumbers = std::array<s64, 14>;
-
-Windows windows_of(const WindowNumbers& n) {
-    return {n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13]};
-}
-
-void pool_forward(int path, const WindowNumbers& numbers, Address x, Address y, Address taps, int threads) {
+void pool_forward(int path, const Windows& windows, Address x, Address y, Address taps, int threads) {
     nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(max_pool, windows_of(numbers), at<const f32>(x), at<f32>(y), at<u8>(taps), threads);
+    BYTEBACK_CALL(max_pool, windows, at<const f32>(x), at<f32>(y), at<u8>(taps), threads);
 }
 
-void pool_backward(int path, const WindowNumbers& numbers, Address g, Address taps, Address dx, int threads) {
+void pool_backward(int path, const Windows& windows, Address g, Address taps, Address dx, int threads) {
     nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(max_pool_grad, windows_of(numbers), at<const f32>(g), at<const u8>(taps), at<f32>(dx), threads);
+    BYTEBACK_CALL(max_pool_grad, windows, at<const f32>(g), at<const u8>(taps), at<f32>(dx), threads);
 }
 
 }  // namespace
@@ -147,9 +120,10 @@ void pool_backward(int path, const WindowNumbers& numbers, Address g, Address ta
 void bind_block(nb::module_& m) {
     m.def("normalize_batch", &normalize_batch);
     m.def("conv_normalize_batch", &conv_normalize_batch);
-    m.def("normalize_grad_batch", &normalize_grad_batch);
-    m.def("take_pixels", &take);
-    m.def("spread_pixels", &spread);
-    m.def("max_pool", &pool_forward);
-    m.def("max_pool_grad", &pool_backward);
+    m.def("normalize_grad_batch", &normalize_grad_batch, "path"_a, "backward"_a, nb::kw_only(), "eps"_a, "a"_a, "mean"_a,
+          "invstd"_a, "q"_a, "r"_a, "grad_gamma"_a, "grad_beta"_a, "masked"_a, "dx_total"_a, "dx_squares"_a, "threads"_a);
+    m.def("take_pixels", &take, "pixels"_a, nb::kw_only(), "x"_a, "y"_a, "threads"_a);
+    m.def("spread_pixels", &spread, "pixels"_a, nb::kw_only(), "y"_a, "x"_a, "threads"_a);
+    m.def("max_pool", &pool_forward, "path"_a, "windows"_a, nb::kw_only(), "x"_a, "y"_a, "taps"_a, "threads"_a);
+    m.def("max_pool_grad", &pool_backward, "path"_a, "windows"_a, nb::kw_only(), "g"_a, "taps"_a, "dx"_a, "threads"_a);
 }

@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The passes of norm.h for Python (ops/normalize_native.py). An address of 0 stands for a tensor that is not there.
+// The passes of norm.h one by one, for Python (ops/backends/cpu/block.py, block_grad.py, norm.py), and the arithmetic per
+// channel between them. An address of 0 stands for a tensor that is not there.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
-#include <array>
 #include <string>
 
-#include "conv/conv.h"
+#include "bindings/structs.h"
 #include "block/epilogue.h"
 #include "block/norm.h"
 #include "block/norm_coefficients.h"
-#include "bindings/norm_numbers.h"
-#include "bindings/shape_numbers.h"
+#include "conv/conv.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using namespace byteback;
 
 namespace {
@@ -26,80 +25,76 @@ void channel_stats(int path, s64 rows, s64 channels, Address x, Address total, A
                   at<f32>(high), threads);
 }
 
-void normalize_peak(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual,
-                    Address residual_scale, int activation, Address peak, int threads) {
+void normalize_peak(int path, const ForwardPass& pass, Address x, Address a, Address b, Address residual, Address residual_scale,
+                    Address peak, int threads) {
     nb::gil_scoped_release unlocked;
-    const Forward from = forward_of(rows, channels, x, a, b, residual, residual_scale, activation);
+    const Forward from = forward_of(pass, x, a, b, residual, residual_scale);
     *at<f32>(peak) = BYTEBACK_CALL(normalize_peak, from, threads);
 }
 
-void normalize(int path, s64 rows, s64 channels, Address x, Address a, Address b, Address residual,
-               Address residual_scale, int activation, Address clip, Address values, Address scale, Address counts, Address output, Address mask, Address kept,
-               int kind, Address step, Address centre, s64 pitch, int threads) {
+void normalize(int path, const ForwardPass& pass, Address x, Address a, Address b, Address residual, Address residual_scale,
+               Address clip, Address values, Address scale, Address counts, Address output, Address mask, Address kept,
+               Address step, Address centre, int threads) {
     nb::gil_scoped_release unlocked;
     const f32 bound = clip ? *at<const f32>(clip) : 0.0f;
-    const Outcome to{at<f32>(output), at<u8>(mask), at<s8>(values), bound, at<void>(kept), static_cast<Stored>(kind),
-                     at<const f32>(step), at<const f32>(centre), pitch};
-    const Forward from = forward_of(rows, channels, x, a, b, residual, residual_scale, activation);
+    const Outcome to{at<f32>(output), at<u8>(mask), at<s8>(values), bound, at<void>(kept), pass.kept, at<const f32>(step),
+                     at<const f32>(centre), pass.pitch};
+    const Forward from = forward_of(pass, x, a, b, residual, residual_scale);
     const Report seen = BYTEBACK_CALL(normalize, from, to, threads);
     if (!clip) return;
     write_scales(&bound, 1, at<f32>(scale));
     write_counts(seen, counts);
 }
 
-void normalize_grad_sums(int path, const BackwardNumbers& from, Address total, Address dot, Address squares, Address masked,
+void pack_norm(int path, const ForwardPass& pass, Address x, Address kept, Address step, Address centre, int threads) {
+    nb::gil_scoped_release unlocked;
+    const Outcome to{nullptr, nullptr, nullptr, 0.0f, at<void>(kept), pass.kept, at<const f32>(step), at<const f32>(centre),
+                     pass.channels};
+    BYTEBACK_CALL(pack_norm, pass.rows, pass.channels, at<const f32>(x), to, threads);
+}
+
+void normalize_grad_sums(int path, const Backward& from, Address total, Address dot, Address squares, Address masked,
                          int threads) {
     nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(normalize_grad_sums, backward_of(from), at<f64>(total), at<f64>(dot), at<f64>(squares), at<f32>(masked),
-                  threads);
+    BYTEBACK_CALL(normalize_grad_sums, from, at<f64>(total), at<f64>(dot), at<f64>(squares), at<f32>(masked), threads);
 }
 
-void normalize_grad(int path, const BackwardNumbers& from, Address dx, int threads) {
+void normalize_grad(int path, const Backward& from, Address dx, int threads) {
     nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(normalize_grad, backward_of(from), at<f32>(dx), threads);
+    BYTEBACK_CALL(normalize_grad, from, at<f32>(dx), threads);
 }
 
-void normalize_grad_quantize(int path, const BackwardNumbers& from, Address clip, Address key, Address values, Address scale,
+void normalize_grad_quantize(int path, const Backward& from, Address clip, Address key, Address values, Address scale,
                              Address counts, Address peak, int threads) {
     nb::gil_scoped_release unlocked;
     const f32 bound = *at<const f32>(clip);
-    const Report seen =
-        BYTEBACK_CALL(normalize_grad_quantize, backward_of(from), bound, noise_of(key), at<s8>(values), threads);
+    const Report seen = BYTEBACK_CALL(normalize_grad_quantize, from, bound, noise_of(key), at<s8>(values), threads);
     write_scales(&bound, 1, at<f32>(scale));
     write_counts(seen, counts);
     *at<f32>(peak) = seen.peak;
 }
 
-void pack_norm(int path, s64 rows, s64 channels, Address x, Address kept, int kind, Address step, Address centre,
-               int threads) {
-    nb::gil_scoped_release unlocked;
-    const Outcome to{nullptr, nullptr, nullptr, 0.0f, at<void>(kept), static_cast<Stored>(kind), at<const f32>(step),
-                     at<const f32>(centre), channels};
-    BYTEBACK_CALL(pack_norm, rows, channels, at<const f32>(x), to, threads);
-}
-
 // The output of a convolution and `normalize` of it, which is never written. The kernel's name; empty where none can do that.
-// Scales as in shape_numbers.h's GivenFactor.
-std::string conv_normalize(int path, const ShapeNumbers& numbers, Address x, Address w, const std::array<Address, 2>& scales,
-                           const std::array<s64, 2>& strides, const std::array<Address, 4>& vectors, int activation, Address clip,
-                           Address values, Address scale, Address counts, Address output, s64 pitch, int threads) {
+std::string conv_normalize(int path, const ConvShape& shape, const ForwardPass& pass, const Operands& operands, Address a,
+                           Address b, Address residual, Address residual_scale, Address clip, Address values, Address scale,
+                           Address counts, Address output, int threads) {
 #ifdef BYTEBACK_AVX2
     nb::gil_scoped_release unlocked;
     struct Call {
         Path path;
-        ConvShape shape;
+        const ConvShape& shape;
         const s8 *x, *w;
         Factor factor;
         int threads;
         const char* kernel;
     };
-    const GivenFactor factor(scales[0], scales[1], strides[0], strides[1]);
-    Call call{static_cast<Path>(path), shape_of(numbers), at<const s8>(x), at<const s8>(w), factor.get(), threads, nullptr};
+    const GivenFactor factor(operands);
+    Call call{static_cast<Path>(path), shape,   at<const s8>(operands.a), at<const s8>(operands.b),
+              factor.get(),            threads, nullptr};
     if (call.path == Path::generic) return "";
-    const s64 rows = call.shape.batch * call.shape.out_pixels(), channels = call.shape.out_channels;
     const f32 bound = clip ? *at<const f32>(clip) : 0.0f;
-    const Forward from = forward_of(rows, channels, 0, vectors[0], vectors[1], vectors[2], vectors[3], activation);
-    const Outcome to{at<f32>(output), nullptr, at<s8>(values), bound, nullptr, Stored::f32, nullptr, nullptr, pitch};
+    const Forward from = forward_of(pass, 0, a, b, residual, residual_scale);
+    const Outcome to{at<f32>(output), nullptr, at<s8>(values), bound, nullptr, Stored::f32, nullptr, nullptr, pass.pitch};
     const Report seen = avx2::with_epilogue(
         from, to, threads,
         [](const Epilogue& finish, void* context) {
@@ -114,65 +109,80 @@ std::string conv_normalize(int path, const ShapeNumbers& numbers, Address x, Add
     }
     return call.kernel;
 #else
-    (void)path, (void)numbers, (void)x, (void)w, (void)scales, (void)strides, (void)vectors, (void)activation, (void)clip;
-    (void)values, (void)scale, (void)counts, (void)output, (void)pitch, (void)threads;
+    (void)path, (void)shape, (void)pass, (void)operands, (void)a, (void)b, (void)residual, (void)residual_scale, (void)clip;
+    (void)values, (void)scale, (void)counts, (void)output, (void)threads;
     return "";
 #endif
 }
 
-// channels, count, total, squares, low, high, gamma, beta, bias, running mean, running variance
-void coefficients(const std::array<Address, 11>& n, f64 eps, f64 momentum, bool floor, f32 ceiling,
-                  const std::array<Address, 5>& to) {
+void coefficients(s64 channels, s64 count, f64 eps, f64 momentum, bool floor, f32 ceiling, Address total, Address squares,
+                  Address low, Address high, Address gamma, Address beta, Address bias, Address running_mean, Address running_var,
+                  Address a, Address b, Address mean, Address invstd, Address peak) {
     nb::gil_scoped_release unlocked;
-    norm_coefficients({static_cast<s64>(n[0]), static_cast<s64>(n[1]), at<const f64>(n[2]), at<const f64>(n[3]),
-                       at<const f32>(n[4]), at<const f32>(n[5]), at<const f32>(n[6]), at<const f32>(n[7]), at<const f32>(n[8]),
-                       eps, momentum, at<f32>(n[9]), at<f32>(n[10]), ceiling, floor},
-                      {at<f32>(to[0]), at<f32>(to[1]), at<f64>(to[2]), at<f64>(to[3]), at<f32>(to[4])});
+    norm_coefficients({channels, count, at<const f64>(total), at<const f64>(squares), at<const f32>(low), at<const f32>(high),
+                       at<const f32>(gamma), at<const f32>(beta), at<const f32>(bias), eps, momentum, at<f32>(running_mean),
+                       at<f32>(running_var), ceiling, floor},
+                      {at<f32>(a), at<f32>(b), at<f64>(mean), at<f64>(invstd), at<f32>(peak)});
 }
 
-// channels, mean, var, gamma, beta, bias
-void folded(const std::array<Address, 6>& n, double eps, Address a, Address b) {
+void folded(s64 channels, f64 eps, Address mean, Address var, Address gamma, Address beta, Address bias, Address a, Address b) {
     nb::gil_scoped_release unlocked;
-    norm_folded({static_cast<s64>(n[0]), at<const f32>(n[1]), at<const f32>(n[2]), at<const f32>(n[3]), at<const f32>(n[4]),
-                 at<const f32>(n[5]), eps},
+    norm_folded({channels, at<const f32>(mean), at<const f32>(var), at<const f32>(gamma), at<const f32>(beta),
+                 at<const f32>(bias), eps},
                 at<f32>(a), at<f32>(b));
 }
 
-void invstd(s64 channels, Address var, double eps, Address to) {
+void invstd_of(s64 channels, f64 eps, Address var, Address invstd) {
     nb::gil_scoped_release unlocked;
-    norm_invstd(channels, at<const f32>(var), eps, at<f64>(to));
+    norm_invstd(channels, at<const f32>(var), eps, at<f64>(invstd));
 }
 
-// channels, count, a, mean, invstd, total, dot
-void gradient(const std::array<Address, 7>& n, const std::array<Address, 4>& to) {
+void gradient(s64 channels, s64 count, Address a, Address mean, Address invstd, Address total, Address dot, Address q, Address r,
+              Address grad_gamma, Address grad_beta) {
     nb::gil_scoped_release unlocked;
-    norm_gradient({static_cast<s64>(n[0]), static_cast<s64>(n[1]), at<const f32>(n[2]), at<const f64>(n[3]),
-                   at<const f64>(n[4]), at<const f64>(n[5]), at<const f64>(n[6])},
-                  {at<f32>(to[0]), at<f32>(to[1]), at<f32>(to[2]), at<f32>(to[3])});
+    norm_gradient({channels, count, at<const f32>(a), at<const f64>(mean), at<const f64>(invstd), at<const f64>(total),
+                   at<const f64>(dot)},
+                  {at<f32>(q), at<f32>(r), at<f32>(grad_gamma), at<f32>(grad_beta)});
 }
 
-// channels, count, a, mean, invstd, total, dot, squares, q, r
-void sums_of_gradient(const std::array<Address, 10>& n, f64 eps, Address total, Address squares) {
+// From the sums of g (total, dot, squares) to those of dx.
+void sums_of_gradient(s64 channels, s64 count, f64 eps, Address a, Address q, Address r, Address mean, Address invstd,
+                      Address total, Address dot, Address squares, Address dx_total, Address dx_squares) {
     nb::gil_scoped_release unlocked;
-    const NormSums of{static_cast<s64>(n[0]), static_cast<s64>(n[1]), at<const f32>(n[2]), at<const f64>(n[3]),
-                      at<const f64>(n[4]), at<const f64>(n[5]), at<const f64>(n[6])};
-    gradient_sums({of, at<const f64>(n[7]), at<const f32>(n[8]), at<const f32>(n[9]), eps}, at<f64>(total), at<f64>(squares));
+    const NormSums of{channels, count, at<const f32>(a), at<const f64>(mean), at<const f64>(invstd), at<const f64>(total),
+                      at<const f64>(dot)};
+    gradient_sums({of, at<const f64>(squares), at<const f32>(q), at<const f32>(r), eps}, at<f64>(dx_total), at<f64>(dx_squares));
+}
+
+void bind_arithmetic(nb::module_& m) {
+    m.def("norm_coefficients", &coefficients, nb::kw_only(), "channels"_a, "count"_a, "eps"_a, "momentum"_a, "floor"_a,
+          "ceiling"_a, "total"_a, "squares"_a, "low"_a, "high"_a, "gamma"_a, "beta"_a, "bias"_a, "running_mean"_a,
+          "running_var"_a, "a"_a, "b"_a, "mean"_a, "invstd"_a, "peak"_a);
+    m.def("norm_folded", &folded, nb::kw_only(), "channels"_a, "eps"_a, "mean"_a, "var"_a, "gamma"_a, "beta"_a, "bias"_a, "a"_a,
+          "b"_a);
+    m.def("norm_invstd", &invstd_of, nb::kw_only(), "channels"_a, "eps"_a, "var"_a, "invstd"_a);
+    m.def("norm_gradient", &gradient, nb::kw_only(), "channels"_a, "count"_a, "a"_a, "mean"_a, "invstd"_a, "total"_a, "dot"_a,
+          "q"_a, "r"_a, "grad_gamma"_a, "grad_beta"_a);
+    m.def("gradient_sums", &sums_of_gradient, nb::kw_only(), "channels"_a, "count"_a, "eps"_a, "a"_a, "q"_a, "r"_a, "mean"_a,
+          "invstd"_a, "total"_a, "dot"_a, "squares"_a, "dx_total"_a, "dx_squares"_a);
 }
 
 }  // namespace
 
 void bind_norm(nb::module_& m) {
-    m.def("channel_stats", &channel_stats);
-    m.def("normalize_peak", &normalize_peak);
-    m.def("normalize", &normalize);
-    m.def("conv_normalize", &conv_normalize);
-    m.def("normalize_grad_sums", &normalize_grad_sums);
-    m.def("normalize_grad", &normalize_grad);
-    m.def("normalize_grad_quantize", &normalize_grad_quantize);
-    m.def("pack_norm", &pack_norm);
-    m.def("norm_coefficients", &coefficients);
-    m.def("norm_folded", &folded);
-    m.def("norm_invstd", &invstd);
-    m.def("norm_gradient", &gradient);
-    m.def("gradient_sums", &sums_of_gradient);
+    m.def("channel_stats", &channel_stats, "path"_a, nb::kw_only(), "rows"_a, "channels"_a, "x"_a, "total"_a, "squares"_a, "low"_a,
+          "high"_a, "threads"_a);
+    m.def("normalize_peak", &normalize_peak, "path"_a, "forward"_a, nb::kw_only(), "x"_a, "a"_a, "b"_a, "residual"_a,
+          "residual_scale"_a, "peak"_a, "threads"_a);
+    m.def("normalize", &normalize, "path"_a, "forward"_a, nb::kw_only(), "x"_a, "a"_a, "b"_a, "residual"_a, "residual_scale"_a,
+          "clip"_a, "values"_a, "scale"_a, "counts"_a, "output"_a, "mask"_a, "kept"_a, "step"_a, "centre"_a, "threads"_a);
+    m.def("pack_norm", &pack_norm, "path"_a, "forward"_a, nb::kw_only(), "x"_a, "kept"_a, "step"_a, "centre"_a, "threads"_a);
+    m.def("conv_normalize", &conv_normalize, "path"_a, "shape"_a, "forward"_a, "operands"_a, nb::kw_only(), "a"_a, "b"_a,
+          "residual"_a, "residual_scale"_a, "clip"_a, "values"_a, "scale"_a, "counts"_a, "output"_a, "threads"_a);
+    m.def("normalize_grad_sums", &normalize_grad_sums, "path"_a, "backward"_a, nb::kw_only(), "total"_a, "dot"_a, "squares"_a,
+          "masked"_a, "threads"_a);
+    m.def("normalize_grad", &normalize_grad, "path"_a, "backward"_a, nb::kw_only(), "dx"_a, "threads"_a);
+    m.def("normalize_grad_quantize", &normalize_grad_quantize, "path"_a, "backward"_a, nb::kw_only(), "clip"_a, "key"_a,
+          "values"_a, "scale"_a, "counts"_a, "peak"_a, "threads"_a);
+    bind_arithmetic(m);
 }

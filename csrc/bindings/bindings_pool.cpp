@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pool for Python (ops/pool.py). A block leaves as a DLPack capsule, the one door to a tensor with sizes and strides that
+// The pool for Python (ops/backends/cpu/allocator.py). A block leaves as a DLPack capsule, the one door to a tensor with sizes and strides that
 // needs neither PyTorch's headers nor its dispatcher; when the tensor's storage dies, in whichever thread, the block comes back.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
@@ -40,12 +40,11 @@ struct DlManagedTensor {
 };
 
 constexpr int32_t kCpu = 1;
-constexpr Py_ssize_t kMostAxes = 8;
 
 struct Loan {
     DlManagedTensor managed;
     Block block;
-    s64 shape[kMostAxes], strides[kMostAxes];
+    Layout layout;
 };
 
 void end_loan(DlManagedTensor* managed) {
@@ -96,16 +95,23 @@ void check_strides(const s64* shape, const s64* strides, Py_ssize_t axes, s64 el
 
 }  // namespace
 
-Lent lend_tensor(nb::handle shape, nb::handle strides, ElementType type, s64 limit) {
+Layout layout_of(nb::handle shape, nb::handle strides) {
+    Layout made;
+    const Py_ssize_t axes = read_numbers(shape, made.shape);
+    if (read_numbers(strides, made.strides) != axes) throw std::invalid_argument("lend: as many strides as sizes, please");
+    check_strides(made.shape, made.strides, axes, bytes_of(made.shape, axes, 1));
+    made.axes = static_cast<int>(axes);
+    return made;
+}
+
+Lent lend_tensor(const Layout& layout, ElementType type, s64 limit) {
     Loan* loan = new Loan;
     try {
-        const Py_ssize_t axes = read_numbers(shape, loan->shape);
-        if (read_numbers(strides, loan->strides) != axes) throw std::invalid_argument("lend: as many strides as sizes, please");
-        const s64 bytes = bytes_of(loan->shape, axes, type.bits / 8);
-        check_strides(loan->shape, loan->strides, axes, bytes / (type.bits / 8));
+        loan->layout = layout;
+        const s64 bytes = bytes_of(layout.shape, layout.axes, type.bits / 8);
         loan->block = pool_lend(static_cast<size_t>(bytes), static_cast<size_t>(limit));
         const DlType element{type.code, type.bits, 1};
-        const DlTensor tensor{loan->block.memory, {kCpu, 0}, static_cast<int32_t>(axes), element, loan->shape, loan->strides, 0};
+        const DlTensor tensor{loan->block.memory, {kCpu, 0}, layout.axes, element, loan->layout.shape, loan->layout.strides, 0};
         loan->managed = {tensor, loan, end_loan};
     } catch (...) {
         delete loan;
@@ -122,7 +128,7 @@ Lent lend_tensor(nb::handle shape, nb::handle strides, ElementType type, s64 lim
 namespace {
 
 nb::object lend(nb::handle shape, nb::handle strides, u8 code, u8 bits, s64 limit) {
-    return lend_tensor(shape, strides, {code, bits}, limit).capsule;
+    return lend_tensor(layout_of(shape, strides), {code, bits}, limit).capsule;
 }
 
 std::tuple<s64, s64> sizes() {

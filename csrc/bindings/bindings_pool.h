@@ -13,10 +13,19 @@ struct ElementType {
 
 constexpr ElementType kInt8{0, 8}, kInt64{0, 64}, kFloat32{2, 32};
 
+// Sizes and strides of a dense tensor. Strides that would lead out of it are refused when it is made.
+constexpr int kMostAxes = 8;
+struct Layout {
+    int axes;
+    byteback::s64 shape[kMostAxes], strides[kMostAxes];
+};
+
+Layout layout_of(nanobind::handle shape, nanobind::handle strides);
+
 struct Lent {
     nanobind::object capsule;  // torch._C._from_dlpack makes a tensor of it, once
     void* memory;
 };
 
-// A dense tensor of these sizes and strides, its contents whatever was there; limit as in pool_lend.
-Lent lend_tensor(nanobind::handle shape, nanobind::handle strides, ElementType type, byteback::s64 limit);
+// A dense tensor of this layout, its contents whatever was there; limit as in pool_lend.
+Lent lend_tensor(const Layout& layout, ElementType type, byteback::s64 limit);

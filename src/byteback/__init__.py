@@ -10,7 +10,7 @@ from byteback.convert import enabled, float_state_dict, prepare, restore
 from byteback.lr_scaling import LearningRateScaling, scale_learning_rates
 from byteback.memory import MemoryReport, memory, tune_malloc
 from byteback.nn import Int8Conv1d, Int8Conv2d, Int8Conv3d, Int8Linear
-from byteback.ops.native import path
+from byteback.ops.backends.paths import path
 from byteback.quantize import Choice, ClipRule, MaxAbs, Memory, NonFiniteError, QTensor, TensorRule
 from byteback.recipes import (
     DeviationCounteractive,

@@ -2,31 +2,22 @@
 """nms and roi_align with the meaning of torchvision's C++ kernels, for where its library cannot be loaded.
 
 torchvision_compat registers them as torchvision's own, so the float and the int8 side of a comparison both use them. Float32
-on the CPU runs natively (csrc/detect.h); other tensors, and builds without the native library, take a few lines of PyTorch.
+on the CPU runs natively (ops/backends/cpu/detect.py); other tensors, and builds without the native library, take a few lines
+of PyTorch.
 """
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from byteback.addresses import CPU, flat, last, same_device
-
-try:
-    _library: ModuleType | None = importlib.import_module("byteback._native")
-except ImportError:
-    _library = None
+from byteback.ops.backends.cpu import detect
+from byteback.ops.backends.registry import same_device
 
 _NMS_ROWS = 512  # bounds the overlap table to 512 x boxes: RPNs ask for thousands of boxes at once
-
-
-def _is_native(*tensors: Tensor) -> bool:
-    return _library is not None and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
 
 
 def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
@@ -39,11 +30,7 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     same_device("torchvision::nms", (dets, scores))
     order = scores.argsort(descending=True, stable=True)
     boxes = dets.detach()[order].contiguous()
-    if _library is None or not _is_native(boxes):
-        return order[_plain_nms(boxes, iou_threshold)]
-    kept, count = torch.empty(len(boxes), dtype=torch.bool, device=CPU), len(boxes)
-    _library.nms(count, flat(boxes, torch.float32, 4 * count), iou_threshold, flat(kept, torch.bool, count))
-    return order[kept]
+    return order[(detect.nms if detect.is_ready(boxes) else _plain_nms)(boxes, iou_threshold)]
 
 
 def roi_align(
@@ -56,7 +43,7 @@ def roi_align(
             "[N, C, H, W] and boxes [K, 5], each (image, x1, y1, x2, y2)."
         )
     same_device("torchvision::roi_align", (input, rois))
-    if not _is_native(input, rois) or input.numel() == 0:
+    if not detect.is_ready(input, rois) or input.numel() == 0:
         return _plain_roi_align(input, rois, spatial_scale, height, width, sampling_ratio, aligned)
     if len(rois) and not (rois[:, 0].min() >= 0 and rois[:, 0].max() < len(input)):
         raise ValueError(
@@ -76,30 +63,15 @@ class _RoiAlign(torch.autograd.Function):
     ) -> Tensor:
         rois = rois.contiguous()
         N, C, H, W = input.shape
-        output = torch.empty((len(rois), C, *bins), dtype=torch.float32, device=CPU, memory_format=torch.channels_last)
         ctx.save_for_backward(rois)
-        ctx.call = ((N, H, W, C, len(rois), *bins, samples), scale, aligned)
-        _run("roi_align", ctx.call, input, rois, output)
-        return output
+        ctx.call = detect.RoiCall(N, C, (H, W), len(rois), bins, scale, samples, aligned)
+        return detect.roi_align(ctx.call, input, rois)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (rois,) = ctx.saved_tensors
-        N, H, W, C, *_ = ctx.call[0]
-        grad_input = torch.empty((N, C, H, W), dtype=torch.float32, device=CPU, memory_format=torch.channels_last)
-        _run("roi_align_grad", ctx.call, grad_output, rois, grad_input)
-        return grad_input, None, None, None, None, None
-
-
-def _run(name: str, call: tuple[Any, float, bool], source: Tensor, rois: Tensor, target: Tensor) -> None:
-    """A kernel from `source` to `target`, which lies in memory with its channels last."""
-    source = source.permute(0, 2, 3, 1).contiguous()  # no copy where it is channels_last
-    N, H, W, C, boxes, *bins, _ = call[0]
-    sizes = (N * H * W * C, boxes * bins[0] * bins[1] * C)
-    read, written = sizes if name == "roi_align" else sizes[::-1]
-    addresses = flat(source, torch.float32, read), flat(rois, torch.float32, 5 * boxes), last(target, torch.float32, written)
-    getattr(_library, name)(*call, *addresses, torch.get_num_threads())
+        return detect.roi_align_grad(ctx.call, grad_output, rois), None, None, None, None, None
 
 
 def _plain_nms(boxes: Tensor, iou_threshold: float) -> Tensor:

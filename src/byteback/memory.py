@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from byteback import tables
 from byteback.nn.fused.sources import LazyActivation
-from byteback.ops import pool
+from byteback.ops.backends.cpu import allocator
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST = 2**31 - 1  # mallopt takes an int
@@ -106,7 +106,7 @@ def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
     args = input if isinstance(input, tuple) else (input,)
     with as_it_was(model, args):
         found: dict[int, tuple[str, int]] = {}
-        pool.release()  # else buffers of earlier steps would count
+        allocator.release()  # else buffers of earlier steps would count
         pooled = _forward_backward(model, args, found)
     storages_of_model = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     own = {storage.data_ptr() for storage in storages_of_model}
@@ -116,7 +116,7 @@ def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
             storages, total = kept.get(dtype, (0, 0))
             kept[dtype] = (storages + 1, total + size)
     with as_it_was(model, args):
-        pool.release()
+        allocator.release()
         peak = peak_growth(lambda: _forward_backward(model, args, {}))
     return MemoryReport(
         model=type(model).__name__,
@@ -145,7 +145,7 @@ def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = [t for t in _tensors(model(*args)) if t.requires_grad]
         held.clear()
-        pooled = pool.idle()
+        pooled = allocator.idle()
         if not outputs:
             raise ValueError(
                 f"memory: the output of this {type(model).__name__} needs no gradient, so there is no backward pass to "

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from byteback.ops import native
+from byteback.ops.backends import paths as kernel_paths
 from fuzz.fields import SEED, THREADS, Case, Field
 from oracles.bits import difference
 
-PATHS = tuple(reversed(native.available()))  # from the plainest to the fastest
+PATHS = tuple(reversed(kernel_paths.available()))  # from the plainest to the fastest
 
 
 @dataclass
@@ -102,7 +102,7 @@ def _on_paths(check: Check, paths: list[str]) -> Failure | None:
     strides: dict[str, Any] = {}
     for path in paths:
         try:
-            with native.path(path):
+            with kernel_paths.path(path):
                 made = check.call()
         except (TypeError, ValueError) as error:
             if not check.may_refuse:

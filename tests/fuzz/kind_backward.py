@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops.batch_grad import normalize_grad_batch
+from byteback.ops import normalize_grad_batch
 from fuzz.fields import YES, Case, Choice
 from fuzz.harness import Check, Kind
 from fuzz.kind_forward import ACTIVATIONS, VECTORS, arrays, tensors, vector

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops import native
+from byteback.ops.backends import paths
 from byteback.ops.backends.cpu import quantizer as cpu
 from byteback.ops.backends.reference import quantizer as reference
 from byteback.ops.magnitude import float_pair, gradient_clips, gradient_pair, magnitude_clips
@@ -113,7 +113,7 @@ def _build_ledger(case: Case, rng: np.random.Generator) -> Check:
     def call() -> Any:
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         untouched = {"nonfinite": torch.zeros(slots), "unshared": torch.zeros(slots, 5, dtype=torch.float64)}
-        steps = reference.STEPS if native.number() is None else cpu.STEPS
+        steps = reference.STEPS if paths.number() is None else cpu.STEPS
         steps.write(State(**{"tracked": None, **copies, **untouched}), slot, entry)
         return [copies[name] for name in sorted(copies)]
 

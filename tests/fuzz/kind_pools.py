@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from byteback.ops import max_pool, pixels
+from byteback.ops import pooling
 from fuzz.fields import Axes, Case, Choice, Number, channels
 from fuzz.harness import PATHS, Check, Kind
 from fuzz.operands import FLOATS, LAYOUTS, floats, laid_out
@@ -17,12 +17,12 @@ from oracles import pools
 NATIVE = tuple(path for path in PATHS if path != "reference")
 
 
-def _window(case: Case) -> tuple[max_pool.Window, list[int]]:
+def _window(case: Case) -> tuple[pooling.Window, list[int]]:
     """A window that PyTorch takes, and an image that has at least one of it."""
     kernel, stride, dilation, extra = (case[name][:2] for name in ("kernel", "stride", "dilation", "extra"))
     padding = [min(p, k // 2) for p, k in zip(case["padding"], kernel, strict=False)]
     size = [max((k - 1) * d + 1 - 2 * p, 1) + e for k, d, p, e in zip(kernel, dilation, padding, extra, strict=True)]
-    window = max_pool.Window(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), case["ceil"])  # type: ignore[arg-type]
+    window = pooling.Window(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), case["ceil"])  # type: ignore[arg-type]
     return window, size
 
 
@@ -34,8 +34,8 @@ def _build_pool(case: Case, rng: np.random.Generator) -> Check:
     taps = laid_out(torch.from_numpy(which), case["layout"] if not case["layout"].startswith("expanded") else "contiguous")
 
     def call() -> Any:
-        assert max_pool.serves(x, window)
-        return (*max_pool.max_pool(x, window), max_pool.max_pool_grad(g, taps, x.shape, window))
+        assert pooling.has_max_pool(x, window)
+        return (*pooling.max_pool(x, window), pooling.max_pool_grad(g, taps, x.shape, window))
 
     expected = y, which, pools.max_pool_grad(g.numpy(), which, tuple(x.shape), window)
     return Check(call, expected, [x, g, taps], NATIVE)
@@ -49,7 +49,7 @@ def _build_pixels(case: Case, rng: np.random.Generator) -> Check:
     y = laid_out(torch.from_numpy(np.ascontiguousarray(expected)), "channels_last")
     spread = pools.spread_pixels(y.numpy(), size, stride)
     return Check(
-        lambda: (pixels.take_pixels(x, stride), pixels.spread_pixels(y, size, stride)), (expected, spread), [x, y], NATIVE
+        lambda: (pooling.take_pixels(x, stride), pooling.spread_pixels(y, size, stride)), (expected, spread), [x, y], NATIVE
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops.limits import MAX_INT32_DEPTH
+from byteback.ops.contract.limits import MAX_INT32_DEPTH
 from fuzz.fields import YES, Axes, Case, Choice, Number, channels
 from fuzz.harness import Check, Kind
 from fuzz.operands import INTEGERS, LAYOUTS, VECTOR_LAYOUTS, integers, laid_out, magnitudes

@@ -11,7 +11,8 @@ import sys
 
 import torch
 
-from byteback.ops import native
+from byteback.ops.backends import paths
+from byteback.ops.backends.cpu import library
 from guard import calls
 from guard.memory import Arena
 
@@ -20,14 +21,14 @@ RUNS = (("end", 1), ("end", 3), ("begin", 3))  # where the buffers are, and how 
 
 def outcome(name: str, placement: str, path: str, threads: int) -> list[torch.Tensor]:
     arena = Arena(placement, seed=len(name))
-    calls.ALL[name](arena, native._NUMBERS[path], threads)
+    calls.ALL[name](arena, library.NUMBERS[path], threads)
     made = [result.view(torch.uint8).clone() for result in arena.results]
     arena.close()
     return made
 
 
 def paths_of(name: str) -> list[str]:
-    native_paths = [path for path in native.available() if path != "reference"]
+    native_paths = [path for path in paths.available() if path != "reference"]
     return [path for path in native_paths if name in calls.PRODUCTS or path != "avx512vnni"]
 
 

@@ -12,6 +12,11 @@ ALL: dict[str, Callable[[Arena, int, int], None]] = {
     call.__name__: call for module in (calls_products, calls_elementwise, calls_block) for call in module.CALLS
 }
 PRODUCTS = {call.__name__ for call in calls_products.CALLS}  # the other functions of avx512vnni are avx2's
+STRUCTS = {
+    *("ConvShape", "Rows", "Windows", "Pixels", "RoiShape", "Operands", "ForwardPass", "BatchGiven", "BatchMade", "Backward"),
+    *("QuantizePlan", "QuantizedTo", "MagnitudeClips"),
+}
+"""What shapes and addresses are handed over in: they read and write nothing."""
 WITHOUT_MEMORY = {
     "is_compiled": "asks about a path",
     "cpu_supports": "asks about a path",

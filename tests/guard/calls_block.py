@@ -10,218 +10,310 @@ from typing import Any
 
 import torch
 
-from byteback.ops import native
-from guard.calls_products import batch_numbers
+from byteback.ops.backends.cpu import library as native_library
+from guard.calls_products import batch_structs, forward_pass, residual_of
 from guard.memory import Arena
 from guard.shapes import ROWS
 
-library: Any = native.library
+library: Any = native_library.native
 int8, int64, uint8, float64 = torch.int8, torch.int64, torch.uint8, torch.float64
-RULE = (0.3, 1.0 - 0.8, 0.8)
-
-
-def _residuals(arena: Arena, count: int) -> Iterator[tuple[int, int]]:
-    yield 0, 0
-    yield arena.floats(count), 0
-    yield arena.int8(count), arena.positive(1)
+RULE = {"threshold": 0.3, "keep": 1.0 - 0.8, "add": 0.8}
 
 
 def channel_stats(arena: Arena, path: int, threads: int) -> None:
     for rows, channels in ROWS:
-        to = arena.room(channels, float64), arena.room(channels, float64), arena.room(channels), arena.room(channels)
-        library.channel_stats(path, rows, channels, arena.floats(rows * channels), *to, threads)
+        library.channel_stats(
+            path,
+            rows=rows,
+            channels=channels,
+            x=arena.floats(rows * channels),
+            total=arena.room(channels, float64),
+            squares=arena.room(channels, float64),
+            low=arena.room(channels),
+            high=arena.room(channels),
+            threads=threads,
+        )
 
 
 def normalize_peak(arena: Arena, path: int, threads: int) -> None:
-    for rows, channels in ROWS:
-        for activation, residual in itertools.product(range(5), _residuals(arena, rows * channels)):
-            given = arena.floats(rows * channels), arena.floats(channels), arena.floats(channels)
-            library.normalize_peak(path, rows, channels, *given, *residual, activation, arena.room(1), threads)
+    for (rows, channels), activation, number in itertools.product(ROWS, range(5), range(3)):
+        library.normalize_peak(
+            path,
+            forward_pass(rows, channels, activation),
+            x=arena.floats(rows * channels),
+            a=arena.floats(channels),
+            b=arena.floats(channels),
+            **residual_of(arena, rows * channels, number),
+            peak=arena.room(1),
+            threads=threads,
+        )
 
 
 def normalize(arena: Arena, path: int, threads: int) -> None:
     for number, ((rows, channels), activation, kind) in enumerate(itertools.product(ROWS, range(5), range(3))):
         count = rows * channels
-        residual = list(_residuals(arena, count))[number % 7 % 3]
         wider = channels + (5 if number % 4 == 0 else 0)
         there = (rows - 1) * wider + channels
-        given = arena.floats(count), arena.floats(channels), arena.floats(channels)
-        mask = 0 if activation > 2 else arena.room(rows * math.ceil(channels / 8), uint8)
-        to = arena.room(there, int8), arena.room(1), arena.room(2, int64), arena.room(there), mask
-        kept = _room_for(arena, count, channels, kind)
-        library.normalize(path, rows, channels, *given, *residual, activation, arena.positive(1), *to, *kept, wider, threads)
+        library.normalize(
+            path,
+            forward_pass(rows, channels, activation, kept=kind, pitch=wider),
+            x=arena.floats(count),
+            a=arena.floats(channels),
+            b=arena.floats(channels),
+            **residual_of(arena, count, number % 7),
+            clip=arena.positive(1),
+            values=arena.room(there, int8),
+            scale=arena.room(1),
+            counts=arena.room(2, int64),
+            output=arena.room(there),
+            mask=0 if activation > 2 else arena.room(rows * math.ceil(channels / 8), uint8),
+            **_room_for(arena, count, channels, kind),
+            threads=threads,
+        )
 
 
-def _room_for(arena: Arena, count: int, channels: int, kind: int) -> tuple[int, int, int, int]:
-    """Where x is kept: nowhere, as bfloat16, as int8 by a step and a centre."""
+def _room_for(arena: Arena, count: int, channels: int, kind: int) -> dict[str, int]:
+    """Where x is stored: nowhere, as bfloat16, as int8 by a step and a centre."""
     if kind == 0:
-        return 0, 0, 0, 0
+        return {"kept": 0, "step": 0, "centre": 0}
     if kind == 1:
-        return arena.room(count, torch.bfloat16), 1, 0, 0
-    return arena.room(count, int8), 2, arena.positive(channels), arena.floats(channels)
+        return {"kept": arena.room(count, torch.bfloat16), "step": 0, "centre": 0}
+    return {"kept": arena.room(count, int8), "step": arena.positive(channels), "centre": arena.floats(channels)}
 
 
 def pack_norm(arena: Arena, path: int, threads: int) -> None:
     for (rows, channels), kind in itertools.product(ROWS, (1, 2)):
-        kept = _room_for(arena, rows * channels, channels, kind)
-        library.pack_norm(path, rows, channels, arena.floats(rows * channels), *kept, threads)
+        count, forward = rows * channels, forward_pass(rows, channels, 0, kept=kind)
+        library.pack_norm(path, forward, x=arena.floats(count), **_room_for(arena, count, channels, kind), threads=threads)
 
 
 def normalize_batch(arena: Arena, path: int, threads: int) -> None:
     for number, (rows, channels) in enumerate(ROWS * 5):
-        given = batch_numbers(arena, rows, channels, arena.floats(rows * channels), number)
-        library.normalize_batch(path, *given, threads)
+        structs = batch_structs(arena, rows, channels, arena.floats(rows * channels), number)
+        library.normalize_batch(path, *structs, threads)
 
 
-def _backwards(arena: Arena) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """BackwardNumbers of csrc/norm_numbers.h with rows and channels: every gate, and every kind of x by turns."""
+def _backwards(arena: Arena) -> Iterator[tuple[Any, int, int]]:
+    """The library's Backward with rows and channels: every gate, and every kind of x by turns."""
     for number, ((rows, channels), gate) in enumerate(itertools.product(ROWS, range(6))):
         kind = (number + number // 6) % 3
         count = rows * channels
-        x = arena.int8(count) if kind == 2 else arena.floats(count, dtype=torch.bfloat16 if kind else torch.float32)
-        step, centre = (arena.positive(channels), arena.floats(channels)) if kind == 2 else (0, 0)
-        mask = arena.bytes_(rows * math.ceil(channels / 8)) if gate == 1 else 0
-        a, b, p, q, r = (arena.floats(channels) for _ in range(5))
-        yield (rows, channels, arena.floats(count), x, kind, step, centre, a, b, mask, gate, p, q, r), rows, channels
+        backward = library.Backward(
+            rows=rows,
+            channels=channels,
+            gate=gate,
+            kept=kind,
+            g=arena.floats(count),
+            x=arena.int8(count) if kind == 2 else arena.floats(count, dtype=torch.bfloat16 if kind else torch.float32),
+            step=arena.positive(channels) if kind == 2 else 0,
+            centre=arena.floats(channels) if kind == 2 else 0,
+            mask=arena.bytes_(rows * math.ceil(channels / 8)) if gate == 1 else 0,
+            **{name: arena.floats(channels) for name in ("a", "b", "p", "q", "r")},
+        )
+        yield backward, rows, channels
 
 
 def normalize_grad_sums(arena: Arena, path: int, threads: int) -> None:
-    for numbers, rows, channels in _backwards(arena):
-        to = (arena.room(channels, float64) for _ in range(3))
-        library.normalize_grad_sums(path, numbers, *to, arena.room(rows * channels), threads)
+    for backward, rows, channels in _backwards(arena):
+        to = {name: arena.room(channels, float64) for name in ("total", "dot", "squares")}
+        library.normalize_grad_sums(path, backward, **to, masked=arena.room(rows * channels), threads=threads)
 
 
 def normalize_grad(arena: Arena, path: int, threads: int) -> None:
-    for numbers, rows, channels in _backwards(arena):
-        library.normalize_grad(path, numbers, arena.room(rows * channels), threads)
+    for backward, rows, channels in _backwards(arena):
+        library.normalize_grad(path, backward, dx=arena.room(rows * channels), threads=threads)
+
+
+def _rooms(arena: Arena, count: int, clips: int) -> dict[str, int]:
+    """Where one int8 copy is written."""
+    return {
+        "values": arena.room(count, int8),
+        "scale": arena.room(clips),
+        "counts": arena.room(2, int64),
+        "peak": arena.room(1),
+    }
 
 
 def normalize_grad_quantize(arena: Arena, path: int, threads: int) -> None:
-    for numbers, rows, channels in _backwards(arena):
-        to = arena.room(rows * channels, int8), arena.room(1), arena.room(2, int64), arena.room(1)
-        library.normalize_grad_quantize(path, numbers, arena.positive(1), arena.key(), *to, threads)
+    for backward, rows, channels in _backwards(arena):
+        to = _rooms(arena, rows * channels, 1)
+        library.normalize_grad_quantize(path, backward, clip=arena.positive(1), key=arena.key(), **to, threads=threads)
 
 
 def normalize_grad_batch(arena: Arena, path: int, threads: int) -> None:
-    for numbers, rows, channels in _backwards(arena):
-        norm = arena.floats(channels), arena.wide(channels), arena.wide(channels)
-        to = [*(arena.room(channels) for _ in range(4)), arena.room(rows * channels)]
-        to += [arena.room(channels, float64), arena.room(channels, float64)]
-        library.normalize_grad_batch(path, numbers, norm, 1e-5, to, threads)
+    for backward, rows, channels in _backwards(arena):
+        library.normalize_grad_batch(
+            path,
+            backward,
+            eps=1e-5,
+            a=arena.floats(channels),
+            mean=arena.wide(channels),
+            invstd=arena.wide(channels),
+            **{name: arena.room(channels) for name in ("q", "r", "grad_gamma", "grad_beta")},
+            masked=arena.room(rows * channels),
+            dx_total=arena.room(channels, float64),
+            dx_squares=arena.room(channels, float64),
+            threads=threads,
+        )
 
 
 def normalize_grad_tails(arena: Arena, path: int, threads: int) -> None:
-    for numbers, _, channels in _backwards(arena):
-        to = arena.room(channels), arena.room(channels, int64), arena.room(channels, int64)
-        library.normalize_grad_tails(path, numbers, arena.positive(channels), arena.positive(1), *to, threads)
+    for backward, _, channels in _backwards(arena):
+        given = {"each": arena.positive(channels), "all": arena.positive(1), "peak": arena.room(channels)}
+        to = {"over_each": arena.room(channels, int64), "over_all": arena.room(channels, int64)}
+        library.normalize_grad_tails(path, backward, **given, **to, threads=threads)
 
 
 def tail_count_pair(arena: Arena, path: int, threads: int) -> None:
     for rows, channels in ROWS:
-        given = arena.floats(rows * channels), arena.positive(channels), arena.positive(1)
-        to = arena.room(channels, int64), arena.room(channels, int64)
-        library.tail_count_pair(path, rows, channels, *given, *to, threads)
+        given = {"x": arena.floats(rows * channels), "each": arena.positive(channels), "all": arena.positive(1)}
+        to = {"over_each": arena.room(channels, int64), "over_all": arena.room(channels, int64)}
+        library.tail_count_pair(path, rows=rows, channels=channels, **given, **to, threads=threads)
 
 
-def _pair_rooms(arena: Arena, count: int, channels: int) -> tuple[tuple[int, int], ...]:
-    values = arena.room(count, int8), arena.room(count, int8)
-    counts, peaks = (arena.room(2, int64), arena.room(2, int64)), (arena.room(1), arena.room(1))
-    return values, (arena.room(1), arena.room(channels)), counts, peaks
+def _pair(arena: Arena, count: int, channels: int) -> tuple[Any, Any]:
+    return library.QuantizedTo(**_rooms(arena, count, 1)), library.QuantizedTo(**_rooms(arena, count, channels))
 
 
 def quantize_pair(arena: Arena, path: int, threads: int) -> None:
     for (rows, channels), noisy in itertools.product(ROWS, (False, True)):
-        given = arena.floats(rows * channels), arena.positive(1), arena.positive(channels), arena.key() if noisy else 0
-        library.quantize_pair(path, rows, channels, *given, *_pair_rooms(arena, rows * channels, channels), threads)
+        given = {"x": arena.floats(rows * channels), "clip": arena.positive(1), "clips": arena.positive(channels)}
+        pair, key = _pair(arena, rows * channels, channels), arena.key() if noisy else 0
+        library.quantize_pair(path, *pair, rows=rows, channels=channels, **given, key=key, threads=threads)
 
 
 def normalize_grad_quantize_pair(arena: Arena, path: int, threads: int) -> None:
-    for numbers, rows, channels in _backwards(arena):
-        given = arena.positive(1), arena.positive(channels), arena.key()
-        library.normalize_grad_quantize_pair(path, numbers, *given, *_pair_rooms(arena, rows * channels, channels), threads)
+    for backward, rows, channels in _backwards(arena):
+        given = {"clip": arena.positive(1), "clips": arena.positive(channels), "key": arena.key()}
+        pair = _pair(arena, rows * channels, channels)
+        library.normalize_grad_quantize_pair(path, backward, *pair, **given, threads=threads)
+
+
+def _rule(arena: Arena, channels: int, first: bool) -> Any:
+    before_one, before_each = (0, 0) if first else (arena.positive(1), arena.positive(channels))
+    return library.MagnitudeClips(**RULE, before_one=before_one, before_each=before_each)
 
 
 def magnitude_clips(arena: Arena, path: int, threads: int) -> None:
     for (rows, channels), first in itertools.product(ROWS, (True, False)):
-        moments = arena.positive(channels), arena.wide(channels), arena.wide(channels)
-        before = (0, 0) if first else (arena.positive(1), arena.positive(channels))
-        clips = arena.room(1), arena.room(channels)
-        library.magnitude_clips(path, rows, channels, arena.floats(rows * channels), moments, before, RULE, clips, threads)
+        library.magnitude_clips(
+            path,
+            _rule(arena, channels, first),
+            rows=rows,
+            channels=channels,
+            x=arena.floats(rows * channels),
+            peak=arena.positive(channels),
+            total=arena.wide(channels),
+            squares=arena.wide(channels),
+            clip=arena.room(1),
+            clips=arena.room(channels),
+            threads=threads,
+        )
 
 
 def gradient_pair(arena: Arena, path: int, threads: int) -> None:
-    for number, (numbers, rows, channels) in enumerate(_backwards(arena)):
-        before = (0, 0) if number % 2 else (arena.positive(1), arena.positive(channels))
-        (one, each), (scale, scales), *_ = _pair_rooms(arena, rows * channels, channels)
-        clips, wanted = (arena.room(1), arena.room(channels)), number % 3 > 0
-        sums = arena.wide(channels), arena.wide(channels)
-        values, made = (one if wanted else 0, each), (scale if wanted else 0, scales)
-        library.gradient_pair(path, numbers, sums, before, RULE, arena.key(), clips, values, made, threads)
+    for number, (backward, rows, channels) in enumerate(_backwards(arena)):
+        is_wanted = number % 3 > 0
+        library.gradient_pair(
+            path,
+            backward,
+            _rule(arena, channels, number % 2 == 1),
+            total=arena.wide(channels),
+            squares=arena.wide(channels),
+            key=arena.key(),
+            clip=arena.room(1),
+            clips=arena.room(channels),
+            values=arena.room(rows * channels, int8) if is_wanted else 0,
+            scale=arena.room(1) if is_wanted else 0,
+            values_each=arena.room(rows * channels, int8),
+            scale_each=arena.room(channels),
+            threads=threads,
+        )
 
 
 def normalize_grad_quantize_by_ratio(arena: Arena, path: int, threads: int) -> None:
-    for number, (numbers, rows, channels) in enumerate(_backwards(arena)):
-        to = arena.room(channels), arena.room(rows * channels, int8), arena.room(channels), arena.room(2, int64), arena.room(1)
-        library.normalize_grad_quantize_by_ratio(path, numbers, 0.5, arena.key() if number % 2 else 0, *to, threads)
+    for number, (backward, rows, channels) in enumerate(_backwards(arena)):
+        to = library.QuantizedTo(**_rooms(arena, rows * channels, channels))
+        key, clips = arena.key() if number % 2 else 0, arena.room(channels)
+        library.normalize_grad_quantize_by_ratio(path, backward, to, ratio=0.5, key=key, clips=clips, threads=threads)
 
 
 def norm_invstd(arena: Arena, path: int, threads: int) -> None:
     for _, channels in ROWS:
-        library.norm_invstd(channels, arena.positive(channels), 1e-5, arena.room(channels, float64))
+        invstd = arena.room(channels, float64)
+        library.norm_invstd(channels=channels, eps=1e-5, var=arena.positive(channels), invstd=invstd)
 
 
 def norm_coefficients(arena: Arena, path: int, threads: int) -> None:
     for _, channels in ROWS:
-        sums = arena.wide(channels), arena.wide(channels)
-        given = (channels, 9, *sums, *(arena.floats(channels) for _ in range(6)), arena.positive(channels))
-        to = [arena.room(channels), arena.room(channels), arena.room(channels, float64), arena.room(channels, float64)]
-        library.norm_coefficients(given, 1e-5, 0.1, True, 6.0, [*to, arena.room(1)])
+        library.norm_coefficients(
+            channels=channels,
+            count=9,
+            eps=1e-5,
+            momentum=0.1,
+            floor=True,
+            ceiling=6.0,
+            total=arena.wide(channels),
+            squares=arena.wide(channels),
+            **{name: arena.floats(channels) for name in ("low", "high", "gamma", "beta", "bias", "running_mean")},
+            running_var=arena.positive(channels),
+            a=arena.room(channels),
+            b=arena.room(channels),
+            mean=arena.room(channels, float64),
+            invstd=arena.room(channels, float64),
+            peak=arena.room(1),
+        )
 
 
 def norm_folded(arena: Arena, path: int, threads: int) -> None:
     for _, channels in ROWS:
-        given = (channels, arena.floats(channels), arena.positive(channels), *(arena.floats(channels) for _ in range(3)))
-        library.norm_folded(given, 1e-5, arena.room(channels), arena.room(channels))
+        given = {name: arena.floats(channels) for name in ("mean", "gamma", "beta", "bias")}
+        to = {"a": arena.room(channels), "b": arena.room(channels)}
+        library.norm_folded(channels=channels, eps=1e-5, var=arena.positive(channels), **given, **to)
 
 
 def norm_gradient(arena: Arena, path: int, threads: int) -> None:
     for _, channels in ROWS:
-        given = (channels, 9, arena.floats(channels), *(arena.wide(channels) for _ in range(4)))
-        library.norm_gradient(given, [arena.room(channels) for _ in range(4)])
+        given = {name: arena.wide(channels) for name in ("mean", "invstd", "total", "dot")}
+        to = {name: arena.room(channels) for name in ("q", "r", "grad_gamma", "grad_beta")}
+        library.norm_gradient(channels=channels, count=9, a=arena.floats(channels), **given, **to)
 
 
 def gradient_sums(arena: Arena, path: int, threads: int) -> None:
     for _, channels in ROWS:
-        wide = (arena.wide(channels) for _ in range(5))
-        given = (channels, 9, arena.floats(channels), *wide, arena.floats(channels), arena.floats(channels))
-        library.gradient_sums(given, 1e-5, arena.room(channels, float64), arena.room(channels, float64))
+        factors = {name: arena.floats(channels) for name in ("a", "q", "r")}
+        wide = {name: arena.wide(channels) for name in ("mean", "invstd", "total", "dot", "squares")}
+        to = {"dx_total": arena.room(channels, float64), "dx_squares": arena.room(channels, float64)}
+        library.gradient_sums(channels=channels, count=9, eps=1e-5, **factors, **wide, **to)
 
 
 def nms(arena: Arena, path: int, threads: int) -> None:
     for count in (1, 7, 65):
         corner = torch.rand(count, 2, generator=torch.Generator().manual_seed(count)) * 9
-        library.nms(count, arena.put(torch.cat([corner, corner + 4], 1)), 0.5, arena.room(count, uint8))
+        boxes = arena.put(torch.cat([corner, corner + 4], 1))
+        library.nms(count=count, boxes=boxes, threshold=0.5, kept=arena.room(count, uint8))
 
 
-def _rois(channels: int) -> tuple[tuple[int, ...], torch.Tensor]:
+def _rois(channels: int, samples: int, aligned: bool) -> tuple[Any, torch.Tensor]:
     """A map of 2 images, 7 x 9, and boxes within it, across its edges, outside of it and of no size."""
     boxes = [(0, 1, 1, 5, 6), (1, -3, -2, 4, 3), (0, 6, 5, 12, 11), (1, 20, 20, 30, 30), (1, 3, 3, 3, 3), (0, 8, 6, 9, 7)]
-    rows = torch.tensor(boxes, dtype=torch.float32)
-    return (2, 7, 9, channels, len(boxes), 3, 5), rows
+    sizes = {"batch": 2, "channels": channels, "size": (7, 9), "rois": len(boxes), "bins": (3, 5)}
+    shape = library.RoiShape(**sizes, scale=0.9, samples=samples, aligned=aligned)
+    return shape, torch.tensor(boxes, dtype=torch.float32)
 
 
 def roi_align(arena: Arena, path: int, threads: int) -> None:
     for channels, samples, aligned in itertools.product((1, 5, 33), (0, 2), (False, True)):
-        numbers, boxes = _rois(channels)
-        to = arena.room(len(boxes) * 3 * 5 * channels)
-        library.roi_align((*numbers, samples), 0.9, aligned, arena.floats(2 * 7 * 9 * channels), arena.put(boxes), to, threads)
+        shape, boxes = _rois(channels, samples, aligned)
+        source, result = arena.floats(2 * 7 * 9 * channels), arena.room(len(boxes) * 3 * 5 * channels)
+        library.roi_align(shape, source=source, rois=arena.put(boxes), result=result, threads=threads)
 
 
 def roi_align_grad(arena: Arena, path: int, threads: int) -> None:
     for channels, samples, aligned in itertools.product((1, 5, 33), (0, 2), (False, True)):
-        numbers, boxes = _rois(channels)
-        given = arena.floats(len(boxes) * 3 * 5 * channels), arena.put(boxes)
-        library.roi_align_grad((*numbers, samples), 0.9, aligned, *given, arena.room(2 * 7 * 9 * channels), threads)
+        shape, boxes = _rois(channels, samples, aligned)
+        source, result = arena.floats(len(boxes) * 3 * 5 * channels), arena.room(2 * 7 * 9 * channels)
+        library.roi_align_grad(shape, source=source, rois=arena.put(boxes), result=result, threads=threads)
 
 
 CALLS = [

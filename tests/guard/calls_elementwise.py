@@ -5,95 +5,111 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from byteback.ops import native, pool
+from byteback.ops.backends.cpu import allocator
+from byteback.ops.backends.cpu import library as native_library
 from guard.memory import Arena
 from guard.shapes import ROWS, WINDOWS
 
-library: Any = native.library
+library: Any = native_library.native
 int8, int64, uint8, float64 = torch.int8, torch.int64, torch.uint8, torch.float64
 
 
-def layouts() -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """csrc/elementwise.h's Rows with the number of samples and of elements: channels last, per sample, NCHW."""
+class Layout(NamedTuple):
+    """The library's Rows with the number of samples, channels and elements."""
+
+    rows: Any
+    samples: int
+    channels: int
+    count: int
+    pixels: int
+
+
+def layouts() -> Iterator[Layout]:
+    """Channels last, per sample, NCHW."""
     for rows, channels in ROWS:
-        yield (1, rows, channels, 0, channels, 1), 1, rows * channels
-        yield (2, rows, channels, rows * channels, channels, 1), 2, 2 * rows * channels
-        yield (2, rows, channels, rows * channels, 1, rows), 2, 2 * rows * channels
+        all_of_them = rows * channels
+        for outer, inner_stride, channel_stride in ((1, channels, 1), (2, channels, 1), (2, 1, rows)):
+            sizes = {"outer": outer, "inner": rows, "channels": channels, "outer_stride": all_of_them}
+            made = library.Rows(**sizes, inner_stride=inner_stride, channel_stride=channel_stride)
+            yield Layout(made, outer, channels, outer * all_of_them, rows)
 
 
 def quantize(arena: Arena, path: int, threads: int) -> None:
-    for rows, samples, count in layouts():
-        channels = rows[2]
+    for rows, samples, channels, count, pixels in layouts():
         for clips, outer, channel in ((1, 0, 0), (channels, 0, 1), (samples, 1, 0), (samples * channels, channels, 1)):
-            key = arena.key() if rows[1] % 2 else 0
-            to = arena.room(count, int8), arena.room(clips), arena.room(2, int64), arena.room(1)
-            library.quantize(path, rows, arena.floats(count), arena.positive(clips), outer, channel, clips, key, *to, threads)
+            given = {"x": arena.floats(count), "clip": arena.positive(clips), "key": arena.key() if pixels % 2 else 0}
+            strides = {"clip_count": clips, "sample_stride": outer, "channel_stride": channel}
+            to = {"values": arena.room(count, int8), "scale": arena.room(clips), "counts": arena.room(2, int64)}
+            library.quantize(path, rows, **given, **strides, **to, peak=arena.room(1), threads=threads)
 
 
 def quantize_max(arena: Arena, path: int, threads: int) -> None:
-    for rows, samples, count in layouts():
-        for axis, clips in ((-1, 1), (0, samples), (1, rows[2])):
-            if axis == 0 and rows[0] == 1 and samples > 1:
-                continue
-            sizes = (count,), (1,), (clips,), (1,)
-            made = library.quantize_max(path, rows, arena.floats(count), axis, arena.key(), *sizes, pool.limit, threads)
-            arena.results += [pool.tensor_of(part) for part in made]
+    for rows, samples, channels, count, _ in layouts():
+        for axis, clips in ((-1, 1), (0, samples), (1, channels)):
+            sizes = {"size": (count,), "strides": (1,), "clip_size": (clips,), "clip_strides": (1,)}
+            plan = library.QuantizePlan(rows=rows, axis=axis, **sizes)
+            given = {"x": arena.floats(count), "key": arena.key(), "limit": allocator.limit}
+            made = library.quantize_max(path, plan, **given, threads=threads)
+            arena.results += [allocator.tensor_of(part) for part in made]
 
 
 def absmax(arena: Arena, path: int, threads: int) -> None:
-    for rows, samples, count in layouts():
-        for axis, clips in ((-1, 1), (0, samples), (1, rows[2])):
-            library.absmax(path, rows, arena.floats(count), arena.room(clips), axis, threads)
+    for rows, samples, channels, count, _ in layouts():
+        for axis, clips in ((-1, 1), (0, samples), (1, channels)):
+            library.absmax(path, rows, axis=axis, x=arena.floats(count), result=arena.room(clips), threads=threads)
 
 
 def transpose(arena: Arena, path: int, threads: int) -> None:
     for batch, rows, columns in ((1, 1, 1), (2, 3, 5), (1, 17, 33), (2, 16, 16), (1, 65, 15), (3, 31, 64), (2, 150, 131)):
-        count = batch * rows * columns
-        library.transpose(path, batch, rows, columns, 1, arena.int8(count), arena.room(count, int8), threads)
-        library.transpose(path, batch, rows, columns, 4, arena.floats(count), arena.room(count), threads)
+        count, sizes = batch * rows * columns, {"batch": batch, "rows": rows, "columns": columns}
+        library.transpose(path, **sizes, bytes=1, source=arena.int8(count), result=arena.room(count, int8), threads=threads)
+        library.transpose(path, **sizes, bytes=4, source=arena.floats(count), result=arena.room(count), threads=threads)
 
 
 def moments(arena: Arena, path: int, threads: int) -> None:
-    for rows, _, count in layouts():
-        channels = rows[2]
-        to = arena.room(channels), arena.room(channels, float64), arena.room(channels, float64)
-        library.moments(path, rows, arena.floats(count), *to, threads)
+    for rows, _, channels, count, _ in layouts():
+        to = {"peak": arena.room(channels), "total": arena.room(channels, float64), "squares": arena.room(channels, float64)}
+        library.moments(path, rows, x=arena.floats(count), **to, threads=threads)
 
 
 def tail_count(arena: Arena, path: int, threads: int) -> None:
-    for rows, _, count in layouts():
-        for thresholds, channel in ((1, 0), (rows[2], 1)):
-            given = arena.floats(count), arena.positive(thresholds)
-            library.tail_count(path, rows, *given, channel, arena.room(rows[2], int64), threads)
+    for rows, _, channels, count, _ in layouts():
+        for thresholds, stride in ((1, 0), (channels, 1)):
+            given = {"x": arena.floats(count), "threshold": arena.positive(thresholds), "channel_stride": stride}
+            library.tail_count(path, rows, **given, counts=arena.room(channels, int64), threads=threads)
 
 
 def cosine_terms(arena: Arena, path: int, threads: int) -> None:
-    for rows, _, count in layouts():
+    for rows, _, channels, count, _ in layouts():
         for clips in (1, 3, 11):
-            for each, stochastic in itertools.product((1, rows[2]), (False, True)):
-                given = arena.floats(count), arena.positive(clips * each), clips, each > 1, stochastic
-                library.cosine_terms(path, rows, *given, arena.room(3 * clips * each, float64), threads)
+            for each, stochastic in itertools.product((1, channels), (False, True)):
+                given = {"x": arena.floats(count), "clips": arena.positive(clips * each), "count": clips}
+                options = {"per_channel": each > 1, "stochastic": stochastic}
+                terms = arena.room(3 * clips * each, float64)
+                library.cosine_terms(path, rows, **given, **options, terms=terms, threads=threads)
 
 
 def cosine_slope_terms(arena: Arena, path: int, threads: int) -> None:
-    for rows, _, count in layouts():
-        library.cosine_slope_terms(path, rows, arena.floats(count), 1.5, arena.room(5, float64), threads)
+    for rows, _, _, count, _ in layouts():
+        given = {"x": arena.floats(count), "clip": 1.5, "terms": arena.room(5, float64)}
+        library.cosine_slope_terms(path, rows, **given, threads=threads)
 
 
 def dot_terms(arena: Arena, path: int, threads: int) -> None:
-    for rows, samples, count in layouts():
-        channels = rows[2]
+    for rows, samples, channels, count, _ in layouts():
         for scales, outer, channel in ((1, 0, 0), (channels, 0, 1), (samples, 1, 0), (samples * channels, channels, 1)):
-            given = arena.floats(count), arena.int8(count), arena.positive(scales)
-            library.dot_terms(path, rows, *given, outer, channel, arena.room(3, float64), threads)
+            given = {"x": arena.floats(count), "values": arena.int8(count), "scale": arena.positive(scales)}
+            strides = {"sample_stride": outer, "channel_stride": channel}
+            library.dot_terms(path, rows, **given, **strides, terms=arena.room(3, float64), threads=threads)
 
 
 def noise_key(arena: Arena, path: int, threads: int) -> None:
-    library.noise_key(arena.longs([7]), arena.longs([3]), arena.longs([2**40]), 2, arena.room(2, int64))
+    counters = {"seed": arena.longs([7]), "layer": arena.longs([3]), "count": arena.longs([2**40])}
+    library.noise_key(**counters, rank=2, key=arena.room(2, int64))
 
 
 def write_ledger(arena: Arena, path: int, threads: int) -> None:
@@ -103,40 +119,53 @@ def write_ledger(arena: Arena, path: int, threads: int) -> None:
         library.write_ledger((*rows, channels), given, (0.1, float("nan"), 0.3), 0.1)
 
 
-def take_pixels(arena: Arena, path: int, threads: int) -> None:
+def _pixels() -> Iterator[tuple[Any, int, int]]:
+    """The library's Pixels, and how many numbers an image and what is taken of it have."""
     for batch, height, width, channels, *_ in WINDOWS:
         for stride in (2, 3):
-            numbers = (batch, height, width, channels, stride, stride, (height - 1) // stride + 1, (width - 1) // stride + 1)
-            y = arena.room(batch * channels * numbers[6] * numbers[7])
-            library.take_pixels(numbers, arena.floats(batch * height * width * channels), y, threads)
+            count = (height - 1) // stride + 1, (width - 1) // stride + 1
+            made = library.Pixels(batch=batch, channels=channels, size=(height, width), stride=(stride, stride), count=count)
+            yield made, batch * height * width * channels, batch * channels * count[0] * count[1]
+
+
+def take_pixels(arena: Arena, path: int, threads: int) -> None:
+    for pixels, count, taken in _pixels():
+        library.take_pixels(pixels, x=arena.floats(count), y=arena.room(taken), threads=threads)
 
 
 def spread_pixels(arena: Arena, path: int, threads: int) -> None:
-    for batch, height, width, channels, *_ in WINDOWS:
-        for stride in (2, 3):
-            numbers = (batch, height, width, channels, stride, stride, (height - 1) // stride + 1, (width - 1) // stride + 1)
-            y = arena.floats(batch * channels * numbers[6] * numbers[7])
-            library.spread_pixels(numbers, y, arena.room(batch * height * width * channels), threads)
+    for pixels, count, taken in _pixels():
+        library.spread_pixels(pixels, y=arena.floats(taken), x=arena.room(count), threads=threads)
 
 
-def _windows() -> Iterator[tuple[tuple[int, ...], int, int, int]]:
+def _windows() -> Iterator[tuple[Any, int, int, int]]:
     for batch, height, width, channels, *axes in WINDOWS:
         kernel, stride, padding, dilation = axes
         sizes = zip((height, width), kernel, stride, padding, dilation, strict=True)
         out = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes]
-        numbers = (batch, height, width, channels, *kernel, *stride, *padding, *dilation, *out)
-        yield numbers, batch * height * width * channels, batch * out[0] * out[1] * channels, kernel[0] * kernel[1]
+        made = library.Windows(
+            batch=batch,
+            channels=channels,
+            size=(height, width),
+            kernel=kernel,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            count=out,
+        )
+        yield made, batch * height * width * channels, batch * out[0] * out[1] * channels, kernel[0] * kernel[1]
 
 
 def max_pool(arena: Arena, path: int, threads: int) -> None:
-    for numbers, count, made, _ in _windows():
-        library.max_pool(path, numbers, arena.floats(count), arena.room(made), arena.room(made, uint8), threads)
+    for windows, count, made, _ in _windows():
+        to = {"y": arena.room(made), "taps": arena.room(made, uint8)}
+        library.max_pool(path, windows, x=arena.floats(count), **to, threads=threads)
 
 
 def max_pool_grad(arena: Arena, path: int, threads: int) -> None:
-    for numbers, count, made, taps in _windows():
+    for windows, count, made, taps in _windows():
         which = arena.put((torch.arange(made) % taps).to(torch.uint8))
-        library.max_pool_grad(path, numbers, arena.floats(made), which, arena.room(count), threads)
+        library.max_pool_grad(path, windows, g=arena.floats(made), taps=which, dx=arena.room(count), threads=threads)
 
 
 CALLS = [

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Convolution(NamedTuple):
@@ -27,9 +27,11 @@ class Convolution(NamedTuple):
         return tuple((n + 2 * p - d * (r - 1) - 1) // s + 1 for n, r, s, p, d in axes)
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        flat = (*self.size, *self.kernel, *self.out, *self.stride, *self.padding, *self.dilation)
-        return self.batch, self.channels, self.filters, self.groups, *flat
+    def fields(self) -> dict[str, Any]:
+        """What the library's ConvShape is made of."""
+        counts = {"batch": self.batch, "in_channels": self.channels, "out_channels": self.filters, "groups": self.groups}
+        sizes = {"input": self.size, "kernel": self.kernel, "output": self.out}
+        return {**counts, **sizes, "stride": self.stride, "padding": self.padding, "dilation": self.dilation}
 
     @property
     def input_count(self) -> int:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import byteback
 from byteback import DistributionAdaptiveInt8, PlainInt8, Recipe, UnifiedInt8
-from byteback.ops import native
+from byteback.ops.backends import paths
 
 CHANNELS = 24
 
@@ -100,7 +100,7 @@ def test_a_convolution_with_several_outputs_per_channel_is_not_depthwise() -> No
 @pytest.mark.parametrize("fuse", [True, False])
 def test_every_path_gives_the_same_losses(fuse: bool) -> None:
     runs = []
-    for path in native.available():
+    for path in paths.available():
         with byteback.path(path):
             runs.append(steps(byteback.prepare(network(2), UnifiedInt8(), fuse=fuse), 12))
     assert all(run == runs[0] for run in runs)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import byteback
-from byteback.ops.limits import NUMERICS_VERSION
+from byteback.ops.contract.limits import NUMERICS_VERSION
 from small_blocks import Net
 
 RECIPES = ["plain-int8", "unified-int8", "distribution-adaptive-int8"]

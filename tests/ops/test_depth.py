@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from byteback import ops
-from byteback.ops.limits import MAX_FLOAT32_DEPTH, MAX_INT32_DEPTH
+from byteback.ops.contract.limits import MAX_FLOAT32_DEPTH, MAX_INT32_DEPTH
 
 FLOAT32_DEPTHS = [1039, 1040, 1041, 2080, 2081]
 INT32_DEPTHS = [133_144, 133_145, 300_001]

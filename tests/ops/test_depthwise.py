@@ -12,9 +12,9 @@ from torch import Tensor
 
 import byteback
 from byteback import ops
-from byteback.ops import native
+from byteback.ops.backends import paths
 
-NATIVE = [path for path in native.available() if path != "reference"]
+NATIVE = [path for path in paths.available() if path != "reference"]
 pytestmark = pytest.mark.skipif(not NATIVE, reason="this build has no native library")
 LAST = torch.channels_last
 

@@ -18,10 +18,11 @@ import byteback
 from byteback import detection_ops, ops
 from byteback.nn.fused.pooling import Joined
 from byteback.nn.fused.sources import Floats, Source
-from byteback.ops import native, pool
+from byteback.ops.backends import paths
+from byteback.ops.backends.cpu import allocator
 from operator_calls import CALLS, called
 
-PATHS = pytest.mark.parametrize("path", ["reference", native.available()[0]])
+PATHS = pytest.mark.parametrize("path", ["reference", paths.available()[0]])
 EACH = pytest.mark.parametrize("name", list(CALLS))
 MIXED = r"is on (cpu|meta).* is on (cpu|meta)"
 
@@ -36,7 +37,7 @@ def test_an_operand_on_another_device_is_refused(name: str, path: str) -> None:
     if len(CALLS[name][1]) == 1:
         return  # nothing to differ from
     for which in range(len(CALLS[name][1])):
-        with native.path(path), pytest.raises(ValueError, match=MIXED) as caught:
+        with paths.path(path), pytest.raises(ValueError, match=MIXED) as caught:
             called(name, which, meta)
         assert str(caught.value).split(":")[0] in (*ops.__all__, "magnitude_clips", "gradient_pair"), caught.value
 
@@ -82,11 +83,11 @@ def test_tensors_of_another_device_are_not_plain_whenever_byteback_was_imported(
 import torch
 torch.set_default_device("meta")
 import byteback
-from byteback.ops import eager
+from byteback.ops import dispatch
 torch.set_default_device("cpu")
-assert not eager.is_plain((torch.zeros(2, device="meta"),)), "meta"
+assert not dispatch.is_plain((torch.zeros(2, device="meta"),)), "meta"
 torch.set_default_device(None)
-assert eager.is_plain((torch.zeros(2),)), "cpu"
+assert dispatch.is_plain((torch.zeros(2),)), "cpu"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -115,8 +116,8 @@ def test_the_sources_of_activations_write_where_they_are() -> None:
 
 
 def test_pooled_memory_is_the_cpus() -> None:
-    assert pool.empty((2, 3), (3, 1), torch.float32, torch.device("meta")).is_meta
-    assert pool.empty_like(torch.zeros(2, 3, device="meta"), torch.int8).is_meta
+    assert allocator.empty((2, 3), (3, 1), torch.float32, torch.device("meta")).is_meta
+    assert allocator.empty_like(torch.zeros(2, 3, device="meta"), torch.int8).is_meta
 
 
 def test_boxes_and_scores_on_different_devices_are_refused() -> None:

@@ -14,7 +14,7 @@ import struct
 import pytest
 import torch
 
-from byteback.ops.exponential import HIGHEST, LOWEST, exponential, exponential_of
+from byteback.ops.contract.exponential import HIGHEST, LOWEST, exponential, exponential_of
 
 LN2 = math.log(2.0)
 

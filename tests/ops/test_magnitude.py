@@ -8,7 +8,7 @@ import torch
 
 import byteback
 from byteback import ops
-from byteback.ops import native
+from byteback.ops.backends import paths
 from byteback.ops.magnitude import Clips, Paired, gradient_clips, gradient_pair, magnitude_clips
 from byteback.ops.programs import Averaged
 
@@ -28,7 +28,7 @@ def clips(x: torch.Tensor, before: torch.Tensor | None) -> Clips:
     return magnitude_clips(RULE, x, ops.moments(x), one, before)
 
 
-@pytest.mark.parametrize("path", [path for path in native.available() if path != "reference"])
+@pytest.mark.parametrize("path", [path for path in paths.available() if path != "reference"])
 @pytest.mark.parametrize("channels", [1, 2, 7, 16, 100])
 @pytest.mark.parametrize("first", [True, False])
 def test_paths_agree(path: str, channels: int, first: bool) -> None:
@@ -74,7 +74,7 @@ def block_gradient(channels: int) -> tuple[ops.GradientParts, tuple[torch.Tensor
 KEY = torch.tensor([0x12345678, 0x9ABCDEF0])
 
 
-@pytest.mark.parametrize("path", [path for path in native.available() if path != "reference"])
+@pytest.mark.parametrize("path", [path for path in paths.available() if path != "reference"])
 @pytest.mark.parametrize("channels", [1, 2, 7, 16, 100])
 @pytest.mark.parametrize("want_one", [True, False])
 @pytest.mark.parametrize("first", [True, False])
@@ -94,7 +94,7 @@ def test_paths_agree_on_a_gradient_that_is_not_written(path: str, channels: int,
         assert torch.equal(copy, same)
 
 
-@pytest.mark.parametrize("path", [path for path in native.available() if path != "reference"])
+@pytest.mark.parametrize("path", [path for path in paths.available() if path != "reference"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_counted_whichever_copies_are_made(path: str, bad: float) -> None:
     parts, sums = block_gradient(16)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops import native
-from byteback.ops.noise import key_words, philox4x32, uniform_like
+from byteback.ops.backends import paths
+from byteback.ops.contract.noise import key_words, philox4x32, uniform_like
 
 MASK = 2**32 - 1
 KEY = (0x9D2C5680, 0xEFC60000)
@@ -243,7 +243,7 @@ def test_a_mean_over_many_counts_converges_for_every_element() -> None:
     assert ((total / 2000 - x).abs() <= 5.5 * (f * (1 - f) / 2000).sqrt() + 2**-17 + 1e-6).all()
 
 
-@pytest.mark.parametrize("path", native.available())
+@pytest.mark.parametrize("path", paths.available())
 @pytest.mark.parametrize("words", [(2**32 + 5, 9), (5, 2**40 + 9), (5 - 2**63, -(2**32) + 9), (-1, -2)], ids=str)
 def test_of_a_keys_words_the_low_32_bits_count(path: str, words: tuple[int, int]) -> None:
     """Whoever makes a key by hand gets the same noise on every path, from every function that takes one."""
@@ -251,7 +251,7 @@ def test_of_a_keys_words_the_low_32_bits_count(path: str, words: tuple[int, int]
     each, nothing = one.expand(1, 6, 1, 1), torch.zeros(6)
     parts = ops.GradientParts(x, x, None, None, None, "none", torch.ones(6), nothing, nothing)
     low = torch.tensor([word & MASK for word in words])
-    with native.path(path):
+    with paths.path(path):
         for quantized in (
             lambda key: ops.quantize(x, one, key)[0],
             lambda key: ops.quantize_max(x, 1, key)[0],
@@ -260,16 +260,16 @@ def test_of_a_keys_words_the_low_32_bits_count(path: str, words: tuple[int, int]
             lambda key: ops.normalize_grad_quantize_pair(parts, one, each, key)[0][0],
         ):
             assert torch.equal(quantized(torch.tensor(words)), quantized(low))
-    with native.path("reference"):
+    with paths.path("reference"):
         expected = ops.quantize(x, one, low)[0]
-    with native.path(path):
+    with paths.path(path):
         assert torch.equal(ops.quantize(x, one, torch.tensor(words))[0], expected)
 
 
-@pytest.mark.parametrize("path", native.available())
+@pytest.mark.parametrize("path", paths.available())
 def test_of_layer_and_rank_the_low_32_bits_count(path: str) -> None:
     one = torch.tensor(1)
-    with native.path(path):
+    with paths.path(path):
         expected = list(key_words(1, 2**32 - 1, 7, 1))
         assert ops.noise_key(one, torch.tensor(7), one, -1).tolist() == expected
         assert ops.noise_key(one, torch.tensor(2**40 + 7), one, -1).tolist() == expected

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import byteback
-from byteback.ops import native
+from byteback.ops.backends import paths
 
-FASTEST, OTHER = native.available()[0], "reference"
+FASTEST, OTHER = paths.available()[0], "reference"
 pytestmark = pytest.mark.skipif(FASTEST == OTHER, reason="needs two paths")
 
 
@@ -36,15 +36,15 @@ def test_blocks_of_two_threads_that_overlap_stay_apart() -> None:
         with byteback.path("generic"):
             entered.set()
             assert may_leave.wait(30)
-            seen["second"] = native.current()
-        seen["second after"] = native.current()
+            seen["second"] = paths.current()
+        seen["second after"] = paths.current()
 
     thread = threading.Thread(target=second)
     with byteback.path("reference"):
         thread.start()
         assert entered.wait(30)
-        seen["first"] = native.current()
-    seen["first after"] = native.current(), native.is_chosen()  # the other thread's block is still open
+        seen["first"] = paths.current()
+    seen["first after"] = paths.current(), paths.is_chosen()  # the other thread's block is still open
     may_leave.set()
     thread.join()
     assert seen == {
@@ -61,22 +61,22 @@ def test_many_threads_that_open_blocks_all_the_time_see_their_own() -> None:
     def work(name: str) -> None:
         for _ in range(2000):
             with byteback.path(name):
-                if native.current() != name:
-                    wrong.append((name, native.current()))
+                if paths.current() != name:
+                    wrong.append((name, paths.current()))
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in native.available() * 2]
+    threads = [threading.Thread(target=work, args=(name,)) for name in paths.available() * 2]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not wrong
-    assert native.current() == FASTEST and not native.is_chosen()
+    assert paths.current() == FASTEST and not paths.is_chosen()
 
 
 def test_a_thread_begins_without_a_choice_and_leaves_others_theirs() -> None:
     with byteback.path(OTHER):
-        assert in_thread(native.current) == FASTEST and not in_thread(native.is_chosen)
-        assert native.current() == OTHER and native.is_chosen()
+        assert in_thread(paths.current) == FASTEST and not in_thread(paths.is_chosen)
+        assert paths.current() == OTHER and paths.is_chosen()
 
 
 def test_the_threads_of_a_data_loader_leave_the_path_alone() -> None:
@@ -90,7 +90,7 @@ def test_the_threads_of_a_data_loader_leave_the_path_alone() -> None:
 
     with byteback.path(OTHER):
         for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1):
-            assert native.current() == OTHER and batch.shape == (2,)
+            assert paths.current() == OTHER and batch.shape == (2,)
 
 
 class Nested(torch.autograd.Function):
@@ -106,7 +106,7 @@ class Nested(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         if ctx.depth == 0:
-            Nested.seen = threading.get_ident(), native.current(), native.is_chosen()
+            Nested.seen = threading.get_ident(), paths.current(), paths.is_chosen()
         else:
             with torch.enable_grad():
                 Nested.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).sum().backward()  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ def test_backward_in_a_thread_of_the_users_takes_the_path_of_that_thread() -> No
     def step() -> None:
         with byteback.path("generic"):
             model(torch.randn(2, 3, 9, 9)).sum().backward()
-            kernels.append(native.last_kernel)
+            kernels.append(paths.last_kernel())
 
     with byteback.path(OTHER):
         in_thread(step)
@@ -157,6 +157,6 @@ def test_blocks_of_two_tasks_that_overlap_close_in_any_order() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     assert entered.wait(30)
-    assert native.current() == FASTEST, "a block that was left must not come back while another thread has one open"
+    assert paths.current() == FASTEST, "a block that was left must not come back while another thread has one open"
     release.set()
     thread.join()

@@ -19,9 +19,9 @@ import byteback
 from byteback import ops
 from byteback.bench.shapes import NETWORKS, ConvCase, network_cases
 from byteback.bench.verify import FIXED, Geometry, drawn, drawn_clip, products
-from byteback.ops import native
+from byteback.ops.backends import paths as kernel_paths
 
-NATIVE = [path for path in native.available() if path != "reference"]
+NATIVE = [path for path in kernel_paths.available() if path != "reference"]
 CSRC = Path(__file__).parents[2] / "csrc"
 pytestmark = pytest.mark.skipif(not NATIVE, reason="this build has no native library")
 
@@ -42,9 +42,11 @@ def assert_paths_agree(case: Geometry, rng: random.Random, paths: list[str]) -> 
                 torch.set_num_threads(threads)
                 with byteback.path(path):
                     result = product()
-                assert native.belongs(native.last_kernel, path), f"{name} of {case} was served by {native.last_kernel!r}"
-                assert torch.equal(result, expected), f"{name} by {native.last_kernel}, {threads} threads: {case}"
-                assert result.stride() == expected.stride(), f"{name} by {native.last_kernel}: {case}"
+                assert kernel_paths.belongs(kernel_paths.last_kernel(), path), (
+                    f"{name} of {case} was served by {kernel_paths.last_kernel()!r}"
+                )
+                assert torch.equal(result, expected), f"{name} by {kernel_paths.last_kernel()}, {threads} threads: {case}"
+                assert result.stride() == expected.stride(), f"{name} by {kernel_paths.last_kernel()}: {case}"
 
 
 @pytest.mark.parametrize("part", range(20))
@@ -97,7 +99,7 @@ def test_winograd_is_equal_for_every_tail_of_tiles_and_channels(channels: tuple[
     for batch, image, padding in [(1, (12, 12), 1), (3, (7, 8), 1), (5, (8, 15), 0), (2, (11, 45), 2), (7, (14, 16), 1)]:
         case = Geometry(batch, channels, 1, image, (3, 3), (1, 1), (padding,) * 2, (1, 1))
         assert_paths_agree(case, rng, [path])
-        assert native.last_kernel == f"{path}/winograd", case
+        assert kernel_paths.last_kernel() == f"{path}/winograd", case
 
 
 @pytest.mark.parametrize("path", [path for path in NATIVE if path != "generic"])
@@ -113,7 +115,7 @@ def test_winograd_over_clips_is_equal_for_every_number_of_time_taps(channels: tu
         pads = (padding, spatial, spatial)
         case = Geometry(batch, channels, 1, image, (taps, 3, 3), (1,) * 3, pads, (1,) * 3)
         assert_paths_agree(case, rng, [path])
-        assert native.last_kernel == f"{path}/winograd", case
+        assert kernel_paths.last_kernel() == f"{path}/winograd", case
 
 
 def test_winograd_over_clips_stays_exact_where_three_time_taps_just_fit_and_just_do_not() -> None:
@@ -174,7 +176,7 @@ FLAGS = {
 def test_removing_the_winograd_bound_is_caught(tmp_path: Path, path: str, bound: str, says: str) -> None:
     """The mutation test: without the bound the sums wrap, and the comparison with the textbook kernel must see it."""
     if path not in NATIVE:
-        pytest.skip(f"{path} cannot run here: {native.why_not(path)}")
+        pytest.skip(f"{path} cannot run here: {kernel_paths.why_not(path)}")
     shutil.copytree(CSRC, tmp_path / "csrc")
     header = tmp_path / "csrc" / "conv" / "winograd" / "winograd_transform.h"
     text = header.read_text()

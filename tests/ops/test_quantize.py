@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops import native
+from byteback.ops.backends import paths
 
 INF, NAN = math.inf, math.nan
 KEY = torch.tensor([0xDEADBEEF, 0x01234567])
@@ -206,25 +206,25 @@ def test_the_result_carries_no_gradient() -> None:
 @pytest.mark.parametrize("axis", [-1, 0, 1, 2])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "permuted", "sliced", "expanded"])
 @pytest.mark.parametrize("shape", [(2, 3, 5, 4), (1, 1, 1, 1), (3, 17, 1, 1), (2, 64, 33, 31)], ids=str)
-@pytest.mark.parametrize("path", native.available())
+@pytest.mark.parametrize("path", paths.available())
 def test_quantize_max_is_absmax_and_quantize(
     oracle: Any, path: str, shape: tuple[int, ...], layout: str, axis: int, key: Tensor | None
 ) -> None:
     x = oracle.laid_out(torch.randn(shape, generator=torch.Generator().manual_seed(5)), layout)
-    with native.path("reference"):
+    with paths.path("reference"):
         clip = ops.absmax(x, axis)
         expected = ops.quantize(x, clip, key)
-    with native.path(path):
+    with paths.path(path):
         values, scale, found, counts = ops.quantize_max(x, axis, key)
     assert torch.equal(values, expected[0]) and values.stride() == expected[0].stride()
     assert torch.equal(scale, expected[1]) and torch.equal(found, clip)
     assert torch.equal(counts, expected[2])
 
 
-@pytest.mark.parametrize("path", native.available())
+@pytest.mark.parametrize("path", paths.available())
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_quantize_max_of_something_non_finite_is_all_zero_and_counted(path: str, bad: float) -> None:
-    with native.path(path):
+    with paths.path(path):
         values, scale, clip, counts = ops.quantize_max(row(1.0, bad, -3.0))
     assert values.tolist() == [[0, 0, 0]] and scale.item() == 1.0 and counts.tolist() == [0, 1]
     assert math.isnan(clip.item()) if math.isnan(bad) else clip.item() == INF

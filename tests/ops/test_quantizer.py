@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from byteback.ops import native
+from byteback.ops.backends.cpu import library as native_library
 from byteback.ops.backends.cpu.quantizer import STEPS as NATIVE
 from byteback.ops.backends.reference.quantizer import STEPS as PLAIN
 from byteback.ops.backends.reference.quantizer import Entry
 from byteback.ops.quantizer import CLIP, COLUMNS, Moment, State
 from byteback.quantize import Settings, TensorRule
 
-pytestmark = pytest.mark.skipif(native.library is None, reason="this build has no native library")
+pytestmark = pytest.mark.skipif(native_library.native is None, reason="this build has no native library")
 SLOTS = 8
 
 

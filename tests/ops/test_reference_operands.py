@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops import native
+from byteback.ops.backends import paths
 
-PATHS = pytest.mark.parametrize("path", native.available())
+PATHS = pytest.mark.parametrize("path", paths.available())
 
 
 @PATHS
@@ -37,7 +37,7 @@ def test_sums_of_one_product_are_never_negative_zero(
     rank = len(input_size) - 2
     geometry = ([1] * rank, [0] * rank, [1] * rank, groups)
     x, w, g = oracle.triple(input_size, weight_size, geometry, ["random"] * 3)
-    with native.path(path):
+    with paths.path(path):
         oracle.assert_products(x % 2, -w.abs(), -g.abs(), geometry)
         oracle.assert_products(-x.abs(), w % 2, g % 2, geometry)
 
@@ -47,7 +47,7 @@ def test_a_matrix_product_is_never_negative_zero(oracle: Any, path: str) -> None
     one = torch.ones(1, 1)
     for rows, depth, columns in ((1, 1, 1), (5, 1, 7), (3, 2, 33), (33, 1041, 2)):
         a, b = oracle.operand((rows, depth)) % 2, -oracle.operand((depth, columns), seed=1).abs()
-        with native.path(path):
+        with paths.path(path):
             oracle.assert_bits(ops.matmul_int8(a, one, b, one), oracle.ints(a) @ oracle.ints(b))
             oracle.assert_bits(ops.matmul_int8(0 * a, one, b, one), 0 * (oracle.ints(a) @ oracle.ints(b)))
 
@@ -70,7 +70,7 @@ def laid(values: Tensor, strides: tuple[int, ...]) -> Tensor:
 def test_strides_of_axes_of_size_one_do_not_count(oracle: Any, path: str, case: Any) -> None:
     input_size, input_strides, weight_size, weight_strides, geometry = case
     x, w, g = oracle.triple(input_size, weight_size, geometry, ["random"] * 3)
-    with native.path(path):
+    with paths.path(path):
         oracle.assert_products(laid(x, input_strides), laid(w, weight_strides), g, geometry)
 
 
@@ -85,7 +85,7 @@ def test_drawn_layouts_equal_the_integer_oracle(oracle: Any, seed: int) -> None:
     geometry = ([draw.choice([1, 2]) for _ in kernel], [0] * rank, [1] * rank, groups)
     input_size, weight_size = (draw.choice([1, 2]), per_group * groups, *size), (filters * groups, per_group, *kernel)
     operands = [drawn(draw, t) for t in oracle.triple(input_size, weight_size, geometry, ["random"] * 3)]
-    with native.path("reference"):
+    with paths.path("reference"):
         oracle.assert_products(*operands, geometry)
 
 

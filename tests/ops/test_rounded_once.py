@@ -19,9 +19,9 @@ from torch import Tensor
 
 import byteback
 from byteback import ops
-from byteback.ops import native
+from byteback.ops.backends import paths
+from byteback.ops.contract.rounded_once import _nearest_root, divided_by, inverse, square_root
 from byteback.ops.magnitude import sigma
-from byteback.ops.rounded_once import _nearest_root, divided_by, inverse, square_root
 
 
 def nearest_root(x: float) -> float:
@@ -147,7 +147,7 @@ def test_divisions_are_nearest_to_the_truth(dtype: torch.dtype) -> None:
         assert all(abs(Fraction(quotient) - true) < abs(Fraction(other) - true) for other in neighbours)
 
 
-@pytest.mark.parametrize("path", native.available())
+@pytest.mark.parametrize("path", paths.available())
 def test_a_norm_divides_by_the_nearest_deviation(path: str) -> None:
     """Also over many channels: where one in eighty was a unit off, small layers could pass."""
     rng = random.Random(4)
@@ -158,7 +158,7 @@ def test_a_norm_divides_by_the_nearest_deviation(path: str) -> None:
     assert made.invstd.tolist() == [1.0 / nearest_root(x) for x in values]
 
 
-@pytest.mark.parametrize("path", native.available())
+@pytest.mark.parametrize("path", paths.available())
 def test_a_norm_with_given_statistics_divides_by_the_nearest_deviation(path: str) -> None:
     var, eps = torch.rand(30_000, generator=torch.Generator().manual_seed(5)) * 4.0, 1e-5
     expected = [1.0 / nearest_root(v + eps) for v in var.double().tolist()]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from byteback.ops.scale_rule import ALLOWED, AXES, advice, check_scale, combine_scales, violation
+from byteback.ops.contract.scale_rule import ALLOWED, AXES, advice, check_scale, combine_scales, violation
 
 N, C, K = 3, 12, 24
 SUMMED = {"output": "C", "grad_input": "K", "grad_weight": "N"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from byteback.ops import native
+from byteback.ops.backends import paths
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
@@ -57,7 +57,7 @@ SPOILT = {
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.skipif("avx512vnni" not in native.available(), reason="needs AVX-512 VNNI")
+@pytest.mark.skipif("avx512vnni" not in paths.available(), reason="needs AVX-512 VNNI")
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_the_self_check_finds(tmp_path: Path, spoilt: str) -> None:
     shutil.copytree(CSRC, tmp_path / "csrc")

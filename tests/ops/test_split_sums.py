@@ -18,10 +18,10 @@ from torch import Tensor
 import byteback
 from byteback import ops
 from byteback.bench.verify import Geometry
-from byteback.ops import native
-from byteback.ops.limits import MAX_INT32_DEPTH
+from byteback.ops.backends import paths
+from byteback.ops.contract.limits import MAX_INT32_DEPTH
 
-NATIVE = [path for path in native.available() if path != "reference"]
+NATIVE = [path for path in paths.available() if path != "reference"]
 pytestmark = pytest.mark.skipif(not NATIVE, reason="this build has no native library")
 
 
@@ -147,8 +147,8 @@ def assert_exact(case: Geometry, which: str, path: str) -> None:
         expected = (products * (a * b)).float()
         with byteback.path(path):
             result = results(case, which, a, b)
-        assert native.belongs(native.last_kernel, path), native.last_kernel
-        assert torch.equal(result, expected.expand_as(result)), f"{which} of {a} and {b} by {native.last_kernel}: {case}"
+        assert paths.belongs(paths.last_kernel(), path), paths.last_kernel()
+        assert torch.equal(result, expected.expand_as(result)), f"{which} of {a} and {b} by {paths.last_kernel()}: {case}"
 
 
 @pytest.mark.parametrize("path", NATIVE)

@@ -14,9 +14,9 @@ import torch
 import byteback
 from byteback import ops
 from byteback.bench.verify import Geometry
-from byteback.ops import native
+from byteback.ops.backends import paths
 
-PATHS = [path for path in native.available() if path not in ("reference", "generic")]
+PATHS = [path for path in paths.available() if path not in ("reference", "generic")]
 
 
 def drawn(rng: random.Random) -> Geometry:
@@ -52,7 +52,7 @@ def assert_equal(case: Geometry, per_index: bool, seed: int) -> None:
             torch.set_num_threads(threads)
             with byteback.path(path):
                 result = ops.conv_int8_grad_input(g, g_scale, w, w_scale, *geometry)
-            assert torch.equal(result, expected), f"{native.last_kernel}, {threads} threads: {case}"
+            assert torch.equal(result, expected), f"{paths.last_kernel()}, {threads} threads: {case}"
 
 
 @pytest.mark.parametrize("per_index", [False, True], ids=["one_scale", "a_scale_per_image_and_channel"])

@@ -6,19 +6,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from byteback.ops import native
+from byteback.ops.backends import paths
+from byteback.ops.backends.cpu import library
 
-PATHS = [path for path in native.available() if path != "reference"]
+PATHS = [path for path in paths.available() if path != "reference"]
 SIZES = [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 130]
 
 
 def transposed(path: str, x: torch.Tensor, threads: int) -> torch.Tensor:
     """x (batch, rows, columns) as (batch, columns, rows), with guards around the result that must survive."""
-    assert native.library is not None
+    assert library.native is not None
     room = torch.full((x.numel() + 64,), 77, dtype=x.dtype)
     result = room[32:-32]
-    arguments = (*x.shape, x.element_size(), x.data_ptr(), result.data_ptr(), threads)
-    native.library.transpose(native._NUMBERS[path], *arguments)
+    sizes = dict(zip(("batch", "rows", "columns"), x.shape, strict=True))
+    memory = {"bytes": x.element_size(), "source": x.data_ptr(), "result": result.data_ptr()}
+    library.native.transpose(library.NUMBERS[path], **sizes, **memory, threads=threads)
     assert (room[:32] == 77).all() and (room[-32:] == 77).all(), "written outside of the result"
     return result.reshape(x.shape[0], x.shape[2], x.shape[1])
 

@@ -20,12 +20,13 @@ _spec.loader.exec_module(_module)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    from byteback.ops import native  # after the library took its place
+    from byteback.ops.backends import paths  # after the library took its place
+    from byteback.ops.backends.cpu import library as loaded
 
-    assert native.library is _module
+    assert loaded.native is _module
     counts = {name: len(terminalreporter.getreports(name)) for name in ("passed", "failed", "error")}
-    paths = ", ".join(reversed(native.available()))
+    names = ", ".join(reversed(paths.available()))
     if counts["failed"] or counts["error"]:
         terminalreporter.write_line(f"{counts['failed'] + counts['error']} tests fail under ASan and UBSan")
     else:
-        terminalreporter.write_line(f"{counts['passed']:,} tests clean under ASan and UBSan on paths {paths}")
+        terminalreporter.write_line(f"{counts['passed']:,} tests clean under ASan and UBSan on paths {names}")

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import byteback
-from byteback.ops import native
+from byteback.ops.backends import paths
 from byteback.train import data, layout, networks, video_networks
 from byteback.train.config import TrainConfig
 from byteback.train.data import clip_files, draws
 from byteback.train.data.moving_items import DIRECTIONS, MovingItems
 from byteback.train.files import read_lines
 
-NATIVE = [path for path in native.available() if path != "reference"]
+NATIVE = [path for path in paths.available() if path != "reference"]
 
 
 def write_fashion(root: Path, train: int = 40, test: int = 12) -> None:

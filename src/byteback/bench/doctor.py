@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 
 from byteback import __version__, tables
-from byteback.ops import native
+from byteback.ops.backends import paths as kernel_paths
+from byteback.ops.backends.cpu import library as native_library
 from byteback.train import data
 
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
@@ -58,14 +59,14 @@ def run(config: DoctorConfig, console: Console) -> None:
         ["cpu", model],
         ["flags", flags],
         ["threads", str(torch.get_num_threads())],
-        *([name, os.environ.get(name, "not set")] for name in (native.VARIABLE, data.VARIABLE)),
+        *([name, os.environ.get(name, "not set")] for name in (kernel_paths.VARIABLE, data.VARIABLE)),
     ]
     console.print(tables.build("This machine", ["what", "is"], rows, left=2))
-    paths = [[path, native.why_not(path) or "can run"] for path in reversed(native.PATHS)]
+    paths = [[path, kernel_paths.why_not(path) or "can run"] for path in reversed(kernel_paths.PATHS)]
     console.print()
     console.print(tables.build("Paths, fastest first", ["path", "state"], paths, left=2))
     console.print()
     console.print(tables.build("Data sets", ["name", "where"], [list(row) for row in data.state(config.data_path)], left=2))
-    console.print(f"\noperators take the path [bold]{native.current()}[/]")
-    if native.library is None:
+    console.print(f"\noperators take the path [bold]{kernel_paths.current()}[/]")
+    if native_library.native is None:
         console.print("There is no native library, so everything runs on the reference path: right, but slower than float32.")

@@ -29,7 +29,8 @@ from byteback import ops, tables
 from byteback.bench.shapes import ConvCase, cases
 from byteback.memory import tune_malloc
 from byteback.nn.layers.float_table import why_float
-from byteback.ops import native, native_kernels
+from byteback.ops.backends import paths
+from byteback.ops.products import explain
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
 
@@ -145,8 +146,8 @@ def _timed(run: Callable[[], object]) -> float:
 def _check(case: ConvCase, operands: Operands, product: str) -> str:
     """The kernel that served, after its result was compared with the reference's."""
     result = operands.int8(product)
-    kernel = native.last_kernel or "reference"
-    with native.path("reference"):
+    kernel = paths.last_kernel() or "reference"
+    with paths.path("reference"):
         expected = operands.int8(product)
     if not torch.equal(result, expected):
         raise RuntimeError(f"bench: {product} of {case} by {kernel} differs from the reference. Run byteback verify.")
@@ -209,7 +210,7 @@ def summarize(timings: list[Timing]) -> dict[str, object]:
             "product": slowest.product,
             "ratio": round(slowest.ratio, 3),
         },
-        "path": native.current(),
+        "path": paths.current(),
         "threads": torch.get_num_threads(),
     }
 
@@ -227,7 +228,7 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
         tune_malloc()
     peak = _fp32_peak()
     console.print(
-        f"path [bold]{native.current()}[/], {torch.get_num_threads()} threads, {config.malloc} malloc, fp32 peak about "
+        f"path [bold]{paths.current()}[/], {torch.get_num_threads()} threads, {config.malloc} malloc, fp32 peak about "
         f"{peak:.0f} GMAC/s (PyTorch uses {torch.backends.cpu.get_cpu_capability()}); ratios are against the faster of "
         "contiguous and channels_last FP32, median of interleaved rounds\n"
     )
@@ -275,7 +276,7 @@ def _summary_rows(summary: dict[str, object]) -> list[list[str]]:
 
 def _reason(case: ConvCase, timing: Timing) -> str:
     oh, ow = case.out
-    int8 = native_kernels.explain(
+    int8 = explain(
         timing.product,
         [case.batch, case.in_channels, case.height, case.width],
         [case.out_channels, case.in_channels // case.groups, case.kernel_h, case.kernel_w],

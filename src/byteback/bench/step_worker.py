@@ -24,7 +24,7 @@ import byteback
 from byteback.bench import step_parts
 from byteback.bench.training_step import PHASES, Setting, Side, Variant
 from byteback.memory import peak_growth, resident, tune_malloc
-from byteback.ops import native
+from byteback.ops.backends import paths
 
 LOSSES = 3  # steps whose losses are compared
 MIN_ROUNDS, MAX_ROUNDS = 5, 101
@@ -176,7 +176,7 @@ def work(job: Job, say: Say) -> dict[str, Any]:
     return {
         **result,
         "malloc": malloc_name(tuned),
-        "path": native.current(),
+        "path": paths.current(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "seconds": time.perf_counter() - start,

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from byteback import ops, tables
-from byteback.ops import native
+from byteback.ops.backends import paths as kernel_paths
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ def _elementwise(rng: random.Random) -> Iterator[tuple[str, Callable[[], tuple[T
 
 def run(config: VerifyConfig, console: Console) -> bool:
     """The command; True where every path agreed with the reference."""
-    paths = [path for path in native.available() if path != "reference"]
+    paths = [path for path in kernel_paths.available() if path != "reference"]
     if not paths:
-        console.print(f"No native path can run here ({native.why_not('generic')}); the reference path serves everything.")
+        console.print(f"No native path can run here ({kernel_paths.why_not('generic')}); the reference path serves everything.")
         return True
     good = True
     for path in paths:
@@ -174,15 +174,15 @@ def _compare_products(
     path: str, case: Geometry, rng: random.Random, served: Counter[tuple[str, str]], wrong: list[str]
 ) -> None:
     for name, product in products(case, rng):
-        with native.path("reference"):
+        with kernel_paths.path("reference"):
             expected = product()
-        with native.path(path):
+        with kernel_paths.path(path):
             result = product()
-        kernel = native.last_kernel
+        kernel = kernel_paths.last_kernel()
         served[name, kernel or "reference"] += 1
         if not torch.equal(result, expected) or result.stride() != expected.stride():
             wrong.append(f"{name} by {kernel} differs from the reference: {case}")
-        if not native.belongs(kernel, path):
+        if not kernel_paths.belongs(kernel, path):
             wrong.append(f"{name} was served by {kernel or 'reference'} instead of {path}: {case}")
 
 
@@ -193,9 +193,9 @@ def _compare_elementwise(
     served: Counter[tuple[str, str]],
     wrong: list[str],
 ) -> None:
-    with native.path("reference"):
+    with kernel_paths.path("reference"):
         expected = function()
-    with native.path(path):
+    with kernel_paths.path(path):
         result = function()
     served[name, path] += 1
     if not all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)):

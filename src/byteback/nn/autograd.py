@@ -29,7 +29,7 @@ from byteback.nn.fused.sources import materialize, source_of
 from byteback.nn.layers.weights import refuse_training
 from byteback.nn.quantizing import quantize_gradient, quantize_input, weight_as_int8
 from byteback.nn.undo import current_step, undo_step
-from byteback.ops import layout
+from byteback.ops.contract import layout
 from byteback.quantize import Gradient, NonFiniteError, QTensor, floats_of
 
 if TYPE_CHECKING:

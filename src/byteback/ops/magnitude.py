@@ -18,23 +18,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.addresses import flat, known, last, new
-from byteback.ops import native, pool, statistics
-from byteback.ops.normalize_checks import check_key, check_parts, check_tensor, check_vector, path_for, path_of_parts
-from byteback.ops.normalize_native import backward_numbers
-from byteback.ops.normalize_reference import GradientParts
-from byteback.ops.pairs import (
-    Quantized,
-    normalize_grad_quantize_pair,
-    normalize_grad_tails,
-    quantize_pair,
-    tail_count_pair,
-)
+from byteback.ops.backends.cpu import allocator, library
+from byteback.ops.backends.cpu.addresses import flat, known, last, new
+from byteback.ops.backends.cpu.block_grad import backward_of
+from byteback.ops.backends.reference import statistics
+from byteback.ops.backends.registry import backend_for
+from byteback.ops.block_grad import normalize_grad_quantize_pair, normalize_grad_tails
+from byteback.ops.checks import check_key, check_parts, check_tensor, check_vector
+from byteback.ops.contract.rounded_once import divided_by, square_root
 from byteback.ops.programs import Averaged
-from byteback.ops.rounded_once import divided_by, square_root
-from byteback.ops.schema_quantize import moments
+from byteback.ops.quantize import quantize_pair
+from byteback.ops.statistics import moments, tail_count_pair
+from byteback.ops.types import GradientParts, Quantized, tensors_of
 
-_library: Any = native.library
+_library: Any = library.native
 _float32, _float64, _int64, _int8 = torch.float32, torch.float64, torch.int64, torch.int8
 
 
@@ -98,23 +95,32 @@ def magnitude_clips(
         for name, moment, dtype in zip(("peak", "total", "squares"), moments, (_float32, _float64, _float64), strict=True)
     )
     before_one, before_each = _check_before(op, before_one, before_each, channels)
-    path = path_for(op, x, peak, total, squares, before_one, before_each)
+    path = backend_for(op, x, peak, total, squares, before_one, before_each).path
     if path is None:
         each, one = _sigmas(total.reshape(shape), squares.reshape(shape), x)
         return _averages(rule, x, peak.reshape(shape), *tail_count_pair(x, each, one), before_one, before_each)
     one, each = new((1,) * x.dim(), _float32), new(shape, _float32)
     shares = _library.magnitude_clips(
         path,
-        x.numel() // channels,
-        channels,
-        last(x, _float32, x.numel()),
-        (flat(peak, _float32, channels), flat(total, _float64, channels), flat(squares, _float64, channels)),
-        (flat(before_one, _float32, 1), flat(before_each, _float32, channels)),
-        rule,
-        (known(one), known(each)),
-        torch.get_num_threads(),
+        _rule(rule, before_one, before_each, channels),
+        rows=x.numel() // channels,
+        channels=channels,
+        x=last(x, _float32, x.numel()),
+        peak=flat(peak, _float32, channels),
+        total=flat(total, _float64, channels),
+        squares=flat(squares, _float64, channels),
+        clip=known(one),
+        clips=known(each),
+        threads=torch.get_num_threads(),
     )
     return Clips(one, each, *shares)
+
+
+def _rule(rule: Averaged, before_one: Before, before_each: Before, channels: int) -> Any:
+    """csrc/bindings/bindings_pairs.cpp's MagnitudeClips."""
+    threshold, keep, add = rule
+    last_one, last_each = flat(before_one, _float32, 1), flat(before_each, _float32, channels)
+    return _library.MagnitudeClips(threshold=threshold, keep=keep, add=add, before_one=last_one, before_each=last_each)
 
 
 def _check_before(op: str, one: Before, each: Before, channels: int) -> tuple[Before, Before]:
@@ -160,25 +166,29 @@ def gradient_pair(
     channels = g.shape[1]
     total, squares = (check_vector(op, n, v, channels, _float64) for n, v in zip(("total", "squares"), sums, strict=True))
     before_one, before_each = _check_before(op, before_one, before_each, channels)
-    path = path_of_parts(op, parts, total, squares, before_one, before_each, key)
+    read = (*tensors_of(parts.x), parts.a, parts.b, parts.mask, parts.p, parts.q, parts.r)
+    path = backend_for(op, g, *read, total, squares, before_one, before_each, key).path
     if path is None:
         clips = gradient_clips(rule, parts, (total, squares), before_one, before_each)
         return _paired(clips, normalize_grad_quantize_pair(parts, clips.one, clips.each, key), want_one)
     single, per_channel = (1,) * g.dim(), (1, channels, *(1,) * (g.dim() - 2))
     clip, clip_each = new(single, _float32), new(per_channel, _float32)
-    values_each, scale_each = pool.empty_like(g, _int8), new(per_channel, _float32)
-    values, scale = (pool.empty_like(g, _int8), new(single, _float32)) if want_one else (None, None)
+    values_each, scale_each = allocator.empty_like(g, _int8), new(per_channel, _float32)
+    values, scale = (allocator.empty_like(g, _int8), new(single, _float32)) if want_one else (None, None)
     gaussian, gaussian_each, saturated, saturated_each, nonfinite = _library.gradient_pair(
         path,
-        backward_numbers(*parts),
-        (flat(total, _float64, channels), flat(squares, _float64, channels)),
-        (flat(before_one, _float32, 1), flat(before_each, _float32, channels)),
-        rule,
-        flat(key, _int64, 2),
-        (known(clip), known(clip_each)),
-        (known(values), known(values_each)),
-        (known(scale), known(scale_each)),
-        torch.get_num_threads(),
+        backward_of(*parts),
+        _rule(rule, before_one, before_each, channels),
+        total=flat(total, _float64, channels),
+        squares=flat(squares, _float64, channels),
+        key=flat(key, _int64, 2),
+        clip=known(clip),
+        clips=known(clip_each),
+        values=known(values),
+        scale=known(scale),
+        values_each=known(values_each),
+        scale_each=known(scale_each),
+        threads=torch.get_num_threads(),
     )
     clips = Clips(clip, clip_each, gaussian, gaussian_each)
     one = None if values is None or scale is None else (values, scale)

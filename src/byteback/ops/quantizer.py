@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.ops import native
-from byteback.ops.normalize_grad import normalize_grad
-from byteback.ops.normalize_reference import GradientParts
-from byteback.ops.schema import define
+from byteback.ops.backends import meta, reference
+from byteback.ops.backends.registry import Backend, backend_of
+from byteback.ops.block_grad import normalize_grad
+from byteback.ops.dispatch import define
+from byteback.ops.types import GradientParts
 
 SATURATED, DEVIATION, OWN, CLIP, WORST_CHANNEL = range(5)
 """Columns of `State.observed`. OWN is the first diagnostic of the clip rule, if it has one; others follow from column 5 on."""
@@ -188,20 +189,19 @@ def factors(observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[
 
 
 def _backend(x: Gradient) -> Any:
-    tensor = x.parts.g if isinstance(x, BlockGradient) else x
-    name = "meta_quantizer" if tensor.is_meta else "reference.quantizer"
-    if tensor.is_cpu and native.number() is not None:
-        name = "cpu.quantizer"
-    return _loaded.get(name) or _load(name)
+    backend = backend_of(x.parts.g if isinstance(x, BlockGradient) else x)
+    return _steps.get(backend) or _load(backend)
 
 
-_loaded: dict[str, Any] = {}
+_FILES = {reference: "reference.quantizer", meta: "meta_quantizer"}
+_steps: dict[Backend, Any] = {}
 
 
-def _load(name: str) -> Any:
-    """The steps of a backend, which itself needs this module."""
-    _loaded[name] = importlib.import_module(f"byteback.ops.backends.{name}").STEPS
-    return _loaded[name]
+def _load(backend: Backend) -> Any:
+    """The steps of a backend, in a file that needs this one."""
+    name = _FILES.get(backend, "cpu.quantizer")
+    _steps[backend] = importlib.import_module(f"byteback.ops.backends.{name}").STEPS
+    return _steps[backend]
 
 
 # ---- the same as operators, for torch.compile: their arguments cannot hold Python objects, so numbers stand for settings ----

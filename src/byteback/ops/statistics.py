@@ -1,180 +1,197 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float statistics with defined bits: they steer integers, so every path must agree on them to the last bit.
+"""Statistics as operators: maxima, sums and counts of float tensors, and the terms of the cosine with their quantized self.
 
-Legend: x is (N, C, ...); a *row* is one pixel, rows run in N, (D,) H, W order; a channel is a column.
-
-A float64 sum of a channel adds the rows of each block of 64 one after the other, then the blocks as a halving tree
-(block i with block i + n/2, n a power of two, missing blocks are 0). A sum over the tensor adds the channels' sums by
-the same tree. All additions are elementwise, so threads, memory formats and devices cannot change their order, and a
-kernel can keep one accumulator per channel. Products of two float32 are exact in float64; maxima and counts need no order.
+They decide clips and factors and so steer integers: every backend gives the same bits (backends/reference/statistics.py).
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from byteback.ops.limits import QMAX, STATISTICS_BLOCK, TINY_CLIP
+from byteback.ops.backends import meta
+from byteback.ops.backends.reference.statistics import sum_channels, sum_last
+from byteback.ops.backends.registry import backend_for
+from byteback.ops.checks import check_float, check_int8, check_one, check_tensor, check_vector
+from byteback.ops.contract.geometry import whole
+from byteback.ops.dispatch import define
+from byteback.ops.quantize import broadcasts, check_axis
+
+__all__ = [
+    "absmax",
+    "channel_cosine_terms",
+    "channel_stats",
+    "cosine_slope_terms",
+    "cosine_terms",
+    "dot_terms",
+    "moments",
+    "sum_channels",
+    "sum_last",
+    "tail_count",
+    "tail_count_pair",
+]
 
 
-def _tree_sum(x: Tensor) -> Tensor:
-    """The halving-tree sum along the first axis."""
-    count = max(x.shape[0], 1)
-    padded = 1 << (count - 1).bit_length()
-    x = torch.cat([x, x.new_zeros(padded - x.shape[0], *x.shape[1:])]) if padded != x.shape[0] else x
-    while x.shape[0] > 1:
-        half = x.shape[0] // 2
-        x = x[:half] + x[half:]
-    return x[0]
+def _absmax(x: Tensor, axis: int) -> Tensor:
+    check_float("absmax", "x", x, least_rank=1)
+    check_axis("absmax", x, axis)
+    return backend_for("absmax", x).absmax(x, axis)
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """(N, C, ...) as (rows, C)."""
-    return x.movedim(1, -1).flatten(0, -2)
+def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    check_float("moments", "x", x)
+    return backend_for("moments", x).moments(x)
 
 
-def ordered_sum(rows: Tensor) -> Tensor:
-    """The defined float64 sum of each column of `rows` (rows, C)."""
-    blocks = -(-rows.shape[0] // STATISTICS_BLOCK)
-    missing = blocks * STATISTICS_BLOCK - rows.shape[0]
-    if missing:
-        rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
-    rows = rows.reshape(blocks, STATISTICS_BLOCK, rows.shape[1])
-    total = rows[:, 0].clone()
-    for row in range(1, STATISTICS_BLOCK):
-        total += rows[:, row]
-    return _tree_sum(total)
+def _tail_count(x: Tensor, threshold: Tensor) -> Tensor:
+    check_float("tail_count", "x", x)
+    one, per_channel = [1] * x.dim(), [1, x.shape[1], *[1] * (x.dim() - 2)]
+    if threshold.dtype != torch.float32 or list(threshold.shape) not in (one, per_channel):
+        raise ValueError(
+            f"tail_count: threshold has shape {tuple(threshold.shape)} and dtype {threshold.dtype}, x has shape "
+            f"{tuple(x.shape)}; it must be float32, one for all {tuple(one)} or one per channel {tuple(per_channel)}."
+        )
+    return backend_for("tail_count", x, threshold).tail_count(x, threshold)
 
 
-def sum_channels(per_channel: Tensor) -> Tensor:
-    """The defined sum over channels of a (1, C, 1, ...) statistic, as a (1, 1, 1, ...) tensor."""
-    return _tree_sum(per_channel.reshape(-1)).reshape((1,) * per_channel.dim())
+def _dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    check_float("dot_terms", "x", x)
+    check_int8("dot_terms", values=values)
+    if values.shape != x.shape or scale.dtype != torch.float32 or not broadcasts(scale, x):
+        raise ValueError(
+            f"dot_terms: x has shape {tuple(x.shape)}, values {tuple(values.shape)}, scale {tuple(scale.shape)} of "
+            f"{scale.dtype}; values must have the shape of x, and scale is float32 with its rank and ones along shared axes."
+        )
+    return backend_for("dot_terms", x, values, scale).dot_terms(x, values, scale)
 
 
-def sum_last(values: Tensor) -> Tensor:
-    """The defined sum along the last axis.
+def _check_clips(op: str, x: Tensor, clips: Tensor, rank: int) -> None:
+    check_float(op, "x", x)
+    if clips.dtype != torch.float32 or clips.dim() != rank:
+        raise ValueError(
+            f"{op}: the clip has shape {tuple(clips.shape)} and dtype {clips.dtype}; it must be float32 with {rank} axes, "
+            "since this operator measures clips for the whole tensor. Reshape it."
+        )
 
-    >>> sum_last(torch.tensor([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]])).tolist()
-    [7.0, 3.0]
+
+def _cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    _check_clips("cosine_terms", x, clips, 1)
+    return backend_for("cosine_terms", x, clips).cosine_terms(x, clips, stochastic)
+
+
+def _channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    check_float("channel_cosine_terms", "x", x)
+    if clips.dtype != torch.float32 or clips.dim() != 2 or clips.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"channel_cosine_terms: clips has shape {tuple(clips.shape)} and dtype {clips.dtype}, x has shape "
+            f"{tuple(x.shape)}; it must be float32 (candidates, {x.shape[1]}), one clip for each channel. Expand it."
+        )
+    return backend_for("channel_cosine_terms", x, clips).channel_cosine_terms(x, clips, stochastic)
+
+
+def _cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
+    _check_clips("cosine_slope_terms", x, clip, 0)
+    return backend_for("cosine_slope_terms", x, clip).cosine_slope_terms(x, clip)
+
+
+_absmax_operator = define("absmax(Tensor x, int axis) -> Tensor", _absmax, meta.absmax)
+_moments_operator = define("moments(Tensor x) -> (Tensor, Tensor, Tensor)", _moments, meta.moments)
+_tail_count_operator = define("tail_count(Tensor x, Tensor threshold) -> Tensor", _tail_count, meta.tail_count)
+_dot_terms_operator = define("dot_terms(Tensor x, Tensor values, Tensor scale) -> Tensor", _dot_terms, meta.dot_terms)
+_cosine_terms_operator = define(
+    "cosine_terms(Tensor x, Tensor clips, bool stochastic) -> Tensor", _cosine_terms, meta.cosine_terms
+)
+_channel_cosine_terms_operator = define(
+    "channel_cosine_terms(Tensor x, Tensor clips, bool stochastic) -> Tensor", _channel_cosine_terms, meta.channel_cosine_terms
+)
+_cosine_slope_terms_operator = define(
+    "cosine_slope_terms(Tensor x, Tensor clip) -> Tensor", _cosine_slope_terms, meta.cosine_slope_terms
+)
+
+
+# ---- the functions of byteback.ops -----------------------------------------------------------------------------------
+
+
+def absmax(x: Tensor, axis: int = -1) -> Tensor:
+    """max|x|, over everything (-1) or for each index of `axis`; the other axes become ones. NaN if any element is.
+
+    >>> absmax(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), axis=1).tolist()
+    [[2.0, 3.0]]
     """
-    return _tree_sum(values.movedim(-1, 0))
-
-
-def absmax(x: Tensor, axis: int) -> Tensor:
-    """max|x| along every axis but `axis` (all of them for -1), with ones in their place; NaN if any element is."""
-    dims = [dim for dim in range(x.dim()) if dim != axis]
-    shape = [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
-    if x.numel() == 0:
-        return x.new_zeros(shape)
-    return x.abs().amax(dim=dims, keepdim=True) if dims else x.abs()
-
-
-def _column(values: Tensor, x: Tensor) -> Tensor:
-    return values.reshape(1, -1, *(1,) * (x.dim() - 2))
+    return _absmax_operator(x, whole("absmax", "axis", axis))
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per channel: max|x| (float32), sum of x and of x² (float64), each (1, C, 1, ...)."""
-    rows = rows_of(x).double()
-    return absmax(x, 1), _column(ordered_sum(rows), x), _column(ordered_sum(rows * rows), x)
+    """Per channel max|x|, Σx and Σx², each of shape (1, C, 1, ...); the sums are float64 with defined bits.
+
+    >>> [m.flatten().tolist() for m in moments(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))]
+    [[2.0, 3.0], [3.0, -2.5], [5.0, 9.25]]
+    """
+    return _moments_operator(x)
 
 
 def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
-    """Per channel, how many |x| exceed `threshold` (one or one per channel): (1, C, 1, ...) int64."""
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    return (x.abs() > threshold).sum(dim=dims, keepdim=True) if dims else (x.abs() > threshold).long()
-
-
-def is_live(clip: Tensor) -> Tensor:
-    """Whether a clip counts: not so small that it means zero, not infinite, not NaN."""
-    return (clip >= TINY_CLIP) & (clip < math.inf)
-
-
-def inverse_scale(clip: Tensor) -> Tensor:
-    """127 / clip, rounded once. PyTorch evaluates `127 / tensor` as a reciprocal and a product, which rounds twice."""
-    return clip.new_full((), float(QMAX)) / clip
-
-
-def _nearest(x: Tensor, clip: Tensor) -> Tensor:
-    """The integers of round-to-nearest under `clip`, as float32; all 0 where the clip counts as zero."""
-    live = is_live(clip)
-    y = x * inverse_scale(torch.where(live, clip, 1.0))
-    return torch.where(live, y.clamp(-QMAX, QMAX).round(), 0.0)
-
-
-def _sum_all(products: Tensor) -> Tensor:
-    return _tree_sum(ordered_sum(products))
+    """Per channel, how many |x| exceed the threshold (one for all, or one per channel)."""
+    return _tail_count_operator(x, threshold)
 
 
 def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """(x·x̂, x̂·x̂, x·x) with x̂ = q · scale in float64: what the cosine of a quantized tensor is made of.
+    """(x·x̂, x̂·x̂, x·x) in float64, x̂ = values · scale: for the cosine between a tensor and its quantized self.
 
-    Where a channel has one scale it is taken out of the channel's sums, whose terms are then exact products.
+    >>> q = torch.tensor([[6, 8]], dtype=torch.int8)
+    >>> dot_terms(torch.tensor([[3.0, 4.0]]), q, torch.tensor([[0.5]])).tolist()
+    [25.0, 25.0, 25.0]
     """
-    rows, q = rows_of(x).double(), rows_of(values).double()
-    square = _sum_all(rows * rows)
-    if scale.numel() == scale.shape[1]:
-        each = scale.double().reshape(-1)
-        per_channel = ordered_sum(rows * q) * each, ordered_sum(q * q) * (each * each)
-        return torch.stack([*map(_tree_sum, per_channel), square])
-    quantized = rows_of(values.double() * scale.double())
-    return torch.stack([_sum_all(rows * quantized), _sum_all(quantized * quantized), square])
+    return _dot_terms_operator(x, values, scale)
 
 
-def _scaled_size(x: Tensor, clip: Tensor) -> Tensor:
-    """|x| in steps of `clip`, clamped but not rounded; all 0 where the clip counts as zero."""
-    live = is_live(clip)
-    y = x.abs() * inverse_scale(torch.where(live, clip, 1.0))
-    return torch.where(live, y.clamp(max=QMAX), 0.0)
+def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool = False) -> Tensor:
+    """One row (x·q, q·q, x·x) for each candidate clip, with q rounded to nearest under that clip.
 
+    With `stochastic` the terms are those expected of stochastic rounding: with y the number before it is rounded and f its
+    fractional part, x·q is x·y and q·q is Σ (y² + f (1 - f)).
 
-def _expected_square(y: Tensor) -> Tensor:
-    """E[q²] of y = n + f rounded stochastically, to n + 1 with probability f: n² + f (2n + 1), which float64 holds exactly."""
-    n = y.floor()
-    return n * n + (y - n) * (2.0 * n + 1.0)
-
-
-def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
-    """For each candidate, a row of `clips` (candidates, C or 1), the sums x·q, q·q and x·x of each channel: (candidates, 3, C).
-
-    q is rounded to nearest. `stochastic` gives what is expected of a q that is rounded stochastically: E[q] = y, the number
-    before it is rounded, so x·q becomes x·y, and q·q becomes Σ (y² + f (1 - f)) with f the fractional part of y.
+    >>> x = torch.tensor([[127.0, 31.75]])
+    >>> cosine_terms(x, torch.tensor([127.0])).tolist(), cosine_terms(x, torch.tensor([127.0]), stochastic=True).tolist()
+    ([[17145.0, 17153.0, 17137.0625]], [[17137.0625, 17137.25, 17137.0625]])
     """
-    rows = rows_of(x)
-    wide = rows.double()
-    square = ordered_sum(wide * wide)
-    terms = []
-    for clip in clips:
-        if stochastic:
-            y = _scaled_size(rows, clip).double()
-            sums = ordered_sum(wide.abs() * y), ordered_sum(_expected_square(y))
-        else:
-            q = _nearest(rows, clip).double()
-            sums = ordered_sum(wide * q), ordered_sum(q * q)
-        terms.append(torch.stack([*sums, square]))
-    return torch.stack(terms) if terms else square.new_zeros(0, 3, square.shape[0])
+    return _cosine_terms_operator(x, clips, stochastic)
 
 
-def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
-    """The same for candidates that hold for the whole tensor, (candidates,), summed over the channels: (candidates, 3)."""
-    return sum_last(channel_cosine_terms(x, clips.reshape(-1, 1), stochastic))
+def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool = False) -> Tensor:
+    """`cosine_terms` of each channel by itself, for candidates (candidates, C) with a clip for each: (candidates, 3, C).
+
+    >>> x = torch.tensor([[127.0, 2.0]])
+    >>> channel_cosine_terms(x, torch.tensor([[127.0, 127.0], [127.0, 2.0]]))[:, 1].tolist()
+    [[16129.0, 4.0], [16129.0, 16129.0]]
+    """
+    return _channel_cosine_terms_operator(x, clips, stochastic)
 
 
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
-    """(x·q, q·q, x·x, x·d, q·d) float64, where d_i = 127 · ∂(clip · q_i / 127)/∂clip with a straight-through round.
+    """(x·q, q·q, x·x, x·d, q·d), d being 127 times the derivative of the quantized tensor by its clip."""
+    return _cosine_slope_terms_operator(x, clip)
 
-    d_i = 127 sign(x_i) = q_i where |x_i| > clip, else q_i - 127 x_i / clip (spec A5). So the sums with d are made of the others
-    and of the same products over the elements beyond the clip, which are few.
+
+def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per channel Σx, Σx² (float64, defined bits), min x and max x (float32; NaN if any element is): four vectors (C,).
+
+    >>> [s.tolist() for s in channel_stats(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))]
+    [[3.0, -2.5], [5.0, 9.25], [1.0, -3.0], [2.0, 0.5]]
     """
-    rows = rows_of(x)
-    wide, q = rows.double(), _nearest(rows, clip).double()
-    products, squares, beyond = wide * q, wide * wide, rows.abs() > clip
-    xq, qq, xx = _sum_all(products), (q * q).sum(), _sum_all(squares)
-    if not is_live(clip):
-        return torch.stack([xq, qq, xx, torch.zeros_like(xx), torch.zeros_like(xx)])
-    rate = inverse_scale(clip.double())
-    xd = xq - rate * (xx - _sum_all(torch.where(beyond, squares, 0.0)))
-    qd = qq - rate * (xq - _sum_all(torch.where(beyond, products, 0.0)))
-    return torch.stack([xq, qq, xx, xd, qd])
+    x = check_tensor("channel_stats", "x", x)
+    return backend_for("channel_stats", x).channel_stats(x)
+
+
+def tail_count_pair(x: Tensor, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """tail_count with a threshold for each channel, (C,), and with one for all: two int64 tensors (1, C, 1, ...).
+
+    >>> x = torch.tensor([[1.0, -3.0], [2.0, 0.5]])
+    >>> [count.tolist() for count in tail_count_pair(x, torch.tensor([0.5, 4.0]), torch.tensor(0.75))]
+    [[[2, 0]], [[2, 1]]]
+    """
+    op = "tail_count_pair"
+    x = check_tensor(op, "x", x)
+    per_channel = check_vector(op, "per_channel", per_channel, x.shape[1])
+    threshold = check_one(op, "threshold", threshold)
+    return backend_for(op, x, per_channel, threshold).tail_count_pair(x, per_channel, threshold)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from byteback.ops import quantizer as steps
+from byteback.ops.contract.scale_rule import AXES
 from byteback.ops.quantizer import COLUMNS, Gradient, Moment, State, settings_of
-from byteback.ops.scale_rule import AXES
 from byteback.quantize.qtensor import QTensor
 from byteback.quantize.rule import TensorRule
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops.limits import QMAX
+from byteback.ops.contract.limits import QMAX
 from byteback.ops.quantizer import look
 from byteback.quantize import deviation_of
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from byteback.near import unknown
-from byteback.ops import scale_rule
+from byteback.ops.contract import scale_rule
 from byteback.quantize import ClipRule, TensorRule
 
 NONFINITE_POLICIES = ("raise", "skip", "propagate")

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops.exponential import exponential, exponential_of
-from byteback.ops.limits import TINY_CLIP
+from byteback.ops.contract.exponential import exponential, exponential_of
+from byteback.ops.contract.limits import TINY_CLIP
 from byteback.ops.quantizer import look
 from byteback.quantize import Choice, ClipRule, Memory, TensorRule
 from byteback.recipes.direction_search import Curve, descend, golden, grid

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import byteback
-from byteback.ops import native
+from byteback.ops.backends import paths
 from byteback.recipes import Recipe
 from byteback.train import checkpoint, config_file, files, histograms, layout, networks, schedule, watch
 from byteback.train.board import Board
@@ -280,7 +280,7 @@ class Run:
             **{"image_size": self.data.image_size, "channels": self.channels, "frames": self.data.frames},
             **{"steps_per_epoch": self.steps, "epochs": self.epochs, "batch_size": self.batch_size},
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            **{"threads": torch.get_num_threads(), "path": native.current()},
+            **{"threads": torch.get_num_threads(), "path": paths.current()},
             **{"saved_bytes": kept.saved, "peak_bytes": kept.peak},
             "settings": config_file.settings(config),
             "layers": watch.described(self.model, recipe is not None),

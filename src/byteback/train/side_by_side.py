@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 import byteback
-from byteback.ops import native
+from byteback.ops.backends import paths
 from byteback.train import checkpoint, config_file, data, files, results, tasks
 from byteback.train.config import TrainConfig
 from byteback.train.display import Display
@@ -42,7 +42,7 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
         torch.set_num_threads(config.threads)
     config = dataclasses.replace(config.complete(), threads=torch.get_num_threads())
     assert config.model and config.image_size and config.epochs and config.frames
-    native.current()  # an unknown BYTEBACK_PATH should fail now
+    paths.current()  # an unknown BYTEBACK_PATH should fail now
     images = tasks.load(config)
     parameters = tasks.check(config, images)
     size = (
@@ -71,7 +71,7 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
             f"[bold]{config.model}[/] ({parameters:,} parameters) on [bold]{config.data}[/]: {len(images.train):,} {what}, "
             f"{len(images.test):,} for the test; {config.epochs} epochs, batch size "
             f"{config.batch_size}, {len(config.recipe)} recipes x {len(config.seed)} seeds, {config.threads} threads, path "
-            f"{native.current()}\nin {folder}\n",
+            f"{paths.current()}\nin {folder}\n",
             highlight=False,
         )
         if before is not None and before.threads != config.threads:
@@ -153,7 +153,7 @@ def summarize(config: TrainConfig, folder: Path, members: list[Member], images: 
         **{"format": checkpoint.FORMAT, "task": config.task, "score": SCORES[config.task]},
         **{"data": config.data, "model": config.model, "image_size": images.image_size, "classes": images.classes},
         **{"epochs": config.epochs, "batch_size": config.batch_size, "seeds": list(config.seed)},
-        **{"threads": config.threads, "path": native.current(), "byteback": byteback.__version__, "torch": torch.__version__},
+        **{"threads": config.threads, "path": paths.current(), "byteback": byteback.__version__, "torch": torch.__version__},
         "finished": all(result["state"] in ("finished", "diverged") for result in found),
         "command": _first_command(folder),
         "rows": results.rows(found),

@@ -32,7 +32,7 @@ import byteback
 from byteback import ops
 from byteback.nn.autograd import ConvProducts
 from byteback.nn.fused.sources import Floats, attach_source
-from byteback.ops import native
+from byteback.ops.backends import paths
 
 ROUNDING = 2.0**-19
 ACTIVATIONS: dict[str, Any] = {
@@ -53,7 +53,7 @@ RECIPES: dict[str, Any] = {
     "plain, grad_input in float": partial(byteback.PlainInt8, grad_input=False),
     "plain, residual in int8": partial(byteback.PlainInt8, residual_memory="int8"),
 }
-CASES = [*((recipe, native.available()[0]) for recipe in RECIPES), ("plain, grad_input in float", "reference")]
+CASES = [*((recipe, paths.available()[0]) for recipe in RECIPES), ("plain, grad_input in float", "reference")]
 
 
 class OneBlock(nn.Module):
@@ -298,7 +298,7 @@ def test_a_block_computes_what_it_stands_for(
         model.norm.eval()  # type: ignore[union-attr]
     seen = recorded(monkeypatch)
     draw = torch.Generator().manual_seed(5)
-    with native.path(path):
+    with byteback.path(path):
         for _ in range(2):  # the first step searches for clips, the second holds them
             x, residual, g = (torch.randn(4, c, 7, 5, generator=draw) for c in (6, 8, 8))
             check_step(model, x, residual, g, memory, seen)

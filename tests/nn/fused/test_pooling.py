@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import byteback
 from byteback.nn.fused.sources import LazyActivation, Poolable, source_of
-from byteback.ops import native
+from byteback.ops.backends import paths
 
-pytestmark = pytest.mark.skipif(native.number() is None, reason="the reference path leaves pools to PyTorch")
+pytestmark = pytest.mark.skipif(paths.number() is None, reason="the reference path leaves pools to PyTorch")
 
 
 def network(pool: nn.Module | None = None) -> nn.Sequential:

@@ -15,7 +15,7 @@ import byteback
 from byteback import ops
 from byteback.nn.fused.block import FusedBlock
 from byteback.nn.fused.sources import LazyActivation, source_of
-from byteback.ops import native
+from byteback.ops.backends import paths
 
 
 class Residual(nn.Module):
@@ -123,15 +123,15 @@ def test_it_stays_near_the_float_stream(recipe: type[byteback.Recipe]) -> None:
         assert (small(x[:1]) - small(x)[:1]).norm() <= 1e-4 * small(x)[:1].norm()  # a prediction does not depend on its batch
 
 
-@pytest.mark.skipif(native.available() == ["reference"], reason="this build has no native library")
+@pytest.mark.skipif(paths.available() == ["reference"], reason="this build has no native library")
 def test_every_path_gives_the_same_bits() -> None:
     torch.manual_seed(3)
     net, x = Net(), torch.randn(2, 3, 9, 9)
     net.stem.requires_grad_(False)
     results = {}
-    for path in native.available():
+    for path in paths.available():
         model = prepared("int8", net)
-        with native.path(path):
+        with paths.path(path):
             results[path] = gradients_of_blocks(model, x)
     for path, result in results.items():
         assert all(torch.equal(a, b) for a, b in zip(result, results["reference"], strict=True)), path

@@ -10,7 +10,7 @@ from torch import nn
 
 from byteback import Int8Conv2d, NonFiniteError, float_state_dict, prepare
 from byteback.nn.layers.numerics import signed64
-from byteback.ops.limits import NUMERICS_VERSION
+from byteback.ops.contract.limits import NUMERICS_VERSION
 
 RECIPES = ["plain-int8", "unified-int8", "distribution-adaptive-int8"]
 

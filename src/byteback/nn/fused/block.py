@@ -6,7 +6,7 @@
                then grad_input and grad_weight as in autograd.py; g' is g through the activation's derivative
 
 `Block` describes a block of a model, `Call` one call of its convolution, `Stages` what has followed that call so far.
-ops/coefficients.py has the formulas. The float gradient of y is written out only where a clip rule has to read it: a clip
+ops/norm.py has the formulas. The float gradient of y is written out only where a clip rule has to read it: a clip
 that is held for a period needs no reading, and magnitude-aware clips compute the gradient as they read (a third pass).
 """
 
@@ -45,7 +45,7 @@ from byteback.nn.fused.sources import (
 from byteback.nn.layers.weights import norm_as_given
 from byteback.nn.quantizing import makes_pairs
 from byteback.nn.undo import current_step
-from byteback.ops.coefficients import CEILINGS
+from byteback.ops.activations import MONOTONE
 from byteback.quantize import BlockGradient, QTensor
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _wanted(stages: Stages, backs: bool, needs_gamma: bool) -> _Wanted:
     reads = int8, block.feeds_other or block.feeds_pool, block.join_feeds_conv and own_clip
     if not backs:
         return _Wanted(*reads)
-    y = stages.by_batch or needs_gamma or stages.activation not in CEILINGS
+    y = stages.by_batch or needs_gamma or stages.activation not in MONOTONE
     keep = recipe.norm_memory if stages.by_batch and recipe.norm_memory != "float32" else None
     masks = stages.activation in ("relu", "relu6")
     return _Wanted(*reads, y, masks and (stages.residual is not None or not y or keep is not None), keep)

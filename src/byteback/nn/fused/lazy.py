@@ -29,7 +29,7 @@ from byteback import ops
 from byteback.nn.autograd import ConvProducts
 from byteback.nn.fused.block import Block, Call, Stages, run_block
 from byteback.nn.fused.sources import LazyActivation, Poolable
-from byteback.ops import layout
+from byteback.ops.contract import layout
 
 _PLAIN = (Tensor, nn.Parameter, LazyActivation, Poolable)
 

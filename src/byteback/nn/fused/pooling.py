@@ -4,7 +4,7 @@
     Joined      channels side by side, as torch.cat(..., 1) returns them
     max-pools   commute with rounding. Where the activation is never negative and every pixel is in a window, its maximum is
                 also that of the pooled tensor: one reading less. A pool that the block expects (`Poolable`) runs as an autograd
-                function of its own, which saves one byte for each output instead of the activation (ops/max_pool.py).
+                function of its own, which saves one byte for each output instead of the activation (ops/pooling.py).
     pixels      F.avg_pool2d with a kernel of 1 only moves pixels
 
 Importing this file registers them in HANDLERS and FUNCTIONS of sources.py.
@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from byteback import ops
 from byteback.nn.autograd import refuse_second
 from byteback.nn.fused.sources import FUNCTIONS, HANDLERS, Floats, LazyActivation, Poolable, Source, source_of
-from byteback.ops import layout, pool
-from byteback.ops.max_pool import Window, max_pool, max_pool_grad, serves
-from byteback.ops.pixels import spread_pixels, take_pixels
+from byteback.ops.backends.cpu import allocator
+from byteback.ops.contract import layout
+from byteback.ops.pooling import Window, has_max_pool, max_pool, max_pool_grad, spread_pixels, take_pixels
 
 Size = int | Sequence[int]
 
@@ -77,8 +77,8 @@ class Joined(Source):
         last = self.shape[0], *self.shape[2:], width  # channels last, also for ranks where PyTorch has no name for it
         order = layout.dense_strides(list(last), False)
         strides = order[0], order[-1], *order[1:-1]
-        values = None if clip is None else pool.empty(self.shape, strides, torch.int8, self.device)
-        output = pool.empty(self.shape, strides, torch.float32, self.device) if want_float else None
+        values = None if clip is None else allocator.empty(self.shape, strides, torch.int8, self.device)
+        output = allocator.empty(self.shape, strides, torch.float32, self.device) if want_float else None
         made, start = [], 0
         for part in self.parts:
             end = start + part.shape[1]
@@ -179,7 +179,7 @@ def _max_pool_function(
     if return_indices or not isinstance(input, Poolable) or input.source is None:
         return NotImplemented
     window = _window(kernel_size, stride, padding, dilation, ceil_mode)
-    if window is None or not serves(input, window):
+    if window is None or not has_max_pool(input, window):
         return NotImplemented
     return MaxPool.apply(input, window)
 

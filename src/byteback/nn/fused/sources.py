@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from byteback import ops
-from byteback.ops import layout
+from byteback.ops.contract import layout
 from byteback.quantize import QTensor, TensorRule
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from byteback.ops import pool
+from byteback.ops.backends.cpu import allocator
 
 if TYPE_CHECKING:
     from byteback.nn.undo import Undo
@@ -68,7 +68,7 @@ def end_forward(model: nn.Module, _: Any, output: Any) -> None:
     """
     _set_counting(model, False)
     if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not recomputing():
-        pool.offer()
+        allocator.offer()
 
 
 def _set_counting(model: nn.Module, counting: bool) -> None:

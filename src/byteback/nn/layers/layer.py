@@ -26,7 +26,8 @@ from byteback.nn.layers.numerics import LayerNumerics
 from byteback.nn.layers.transforms import refuse_script, refuse_transforms
 from byteback.nn.layers.weights import Frozen, refuse_loading, refuse_training
 from byteback.nn.quantizing import RECOMPUTED
-from byteback.ops import native, quantizer
+from byteback.ops import quantizer
+from byteback.ops.backends import paths
 from byteback.quantize import CALL_SLOTS
 from byteback.recipes import Recipe, resolve
 
@@ -113,7 +114,7 @@ class Int8Layer(_Base):
 
     def runs_int8(self, product: str | None = None) -> bool:
         """Whether the layer (or its "output", "grad_input" or "grad_weight") runs in int8 now. A chosen path is strict."""
-        if not self.enabled or (self.faster_in_float is not None and not native.is_chosen()):
+        if not self.enabled or (self.faster_in_float is not None and not paths.is_chosen()):
             return False
         return product is None or bool(getattr(self.recipe, product))
 

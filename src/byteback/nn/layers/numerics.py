@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from byteback import ops
-from byteback.ops.limits import NUMERICS_VERSION
+from byteback.ops.contract.limits import NUMERICS_VERSION
 from byteback.quantize import Quantizer, Settings, TensorRule, columns_of, moved, register
 from byteback.recipes import Recipe
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.addresses import flat, is_flat, known
-from byteback.ops import eager, native
+from byteback.ops.backends.cpu import library
+from byteback.ops.backends.cpu.addresses import flat, is_flat, known
 from byteback.ops.backends.reference.quantizer import Entry, Made, Steps
+from byteback.ops.dispatch import is_plain
 from byteback.ops.programs import Maximum
 from byteback.ops.quantizer import COLUMNS, Choice, Gradient, Memory, State, floats_of
 
-_library: Any = native.library
+_library: Any = library.native
 _float32, _int64 = torch.float32, torch.int64
 
 
@@ -43,7 +44,7 @@ class NativeSteps(Steps):
     def write(self, state: State, slot: int, entry: Entry) -> None:
         clip, remember, searched, iteration, saturated, deviation, own, momentum = entry
         kept = clip if remember is None else remember
-        plain = eager.is_plain((clip,) if kept is clip else (clip, kept)) and clip.dtype is _float32 and kept.dtype is _float32
+        plain = is_plain((clip,) if kept is clip else (clip, kept)) and clip.dtype is _float32 and kept.dtype is _float32
         if not plain or len(own) > 1 or not _is_ready(state, slot):
             super().write(state, slot, entry)
             return

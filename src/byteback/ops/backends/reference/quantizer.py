@@ -21,8 +21,7 @@ from torch import Tensor
 
 from byteback import ops
 from byteback.ops import magnitude
-from byteback.ops.normalize_grad import normalize_grad_quantize
-from byteback.ops.pairs import Quantized, normalize_grad_quantize_by_ratio
+from byteback.ops.block_grad import normalize_grad_quantize, normalize_grad_quantize_by_ratio
 from byteback.ops.programs import Averaged
 from byteback.ops.quantizer import (
     CLIP,
@@ -42,6 +41,7 @@ from byteback.ops.quantizer import (
     deviation_of,
     floats_of,
 )
+from byteback.ops.types import Quantized
 
 
 class Entry(NamedTuple):

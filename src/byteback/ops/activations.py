@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The activations of a fused block: one table, which the checks, every backend and the layers above read.
+
+    activation   value                           derivative
+    none         z                               1
+    relu         max(z, 0)                       z > 0
+    relu6        min(max(z, 0), 6)               0 < z < 6
+    hardswish    (z · min(max(z+3, 0), 6)) / 6   0 below -3, z/3 + 0.5 up to 3, then 1
+    silu         z / (1 + exp(-z))               s · (1 + z · (1 - s)), s = 1 / (1 + exp(-z))
+
+Every operation is float32 and rounds once, in the order written. NaN stays NaN. A new activation is a row here, its number
+and its gate in csrc/block/norm.h, and its vector code beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from byteback.ops.contract.exponential import exponential_float32
+from byteback.ops.contract.rounded_once import divided_by, inverse
+
+
+class Activation(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    number: int  # enum class Activation in csrc/block/norm.h
+    gate: int  # enum class Gate there: how backward finds the derivative from z
+    floor: bool  # cuts at 0
+    ceiling: float  # upper bound
+    is_monotone: bool  # never decreases: the extremes of a channel stay its extremes, so max|result| is known from them
+    is_smooth: bool  # the derivative is a number and no bit: it has no mask, backward computes z again
+    value: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]  # of z; bool if the activation has a mask, else float32
+
+
+MASK_GATE = 1
+"""The gate of a derivative that comes from a mask (enum class Gate)."""
+
+
+def _above_zero(z: Tensor) -> Tensor:
+    """max(z, 0); a NaN stays one, -0 becomes +0."""
+    return torch.where(z <= 0.0, 0.0, z)
+
+
+def _below_six(z: Tensor) -> Tensor:
+    return torch.where(z > 6.0, 6.0, z)
+
+
+def _hardswish(z: Tensor) -> Tensor:
+    return divided_by(z * _below_six(_above_zero(z + 3.0)), 6.0)
+
+
+def _hardswish_slope(z: Tensor) -> Tensor:
+    return torch.where(z < -3.0, 0.0, torch.where(z <= 3.0, divided_by(z, 3.0) + 0.5, 1.0))
+
+
+def _silu(z: Tensor) -> Tensor:
+    return z / (1.0 + exponential_float32(-z))
+
+
+def _silu_slope(z: Tensor) -> Tensor:
+    s = inverse(1.0 + exponential_float32(-z))
+    return s * (1.0 + z * (1.0 - s))
+
+
+_ROWS = (
+    Activation("none", 0, 0, False, math.inf, True, False, lambda z: z, lambda z: torch.ones_like(z, dtype=torch.bool)),
+    Activation("relu", 1, 2, True, math.inf, True, False, _above_zero, lambda z: z > 0.0),
+    Activation("relu6", 2, 3, True, 6.0, True, False, lambda z: _below_six(_above_zero(z)), lambda z: (z > 0.0) & (z < 6.0)),
+    Activation("hardswish", 3, 4, True, math.inf, False, True, _hardswish, _hardswish_slope),
+    Activation("silu", 4, 5, True, math.inf, False, True, _silu, _silu_slope),
+)
+
+TABLE: dict[str, Activation] = {row.name: row for row in _ROWS}
+ACTIVATIONS = tuple(TABLE)
+SMOOTH = tuple(row.name for row in _ROWS if row.is_smooth)
+MONOTONE = tuple(row.name for row in _ROWS if row.is_monotone)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward passes of a fused block on the native library.
+
+Tensors are channels last and dense, vectors dense, none of them empty. These functions run a few hundred times per training
+step, so they call little but torch.empty and the last checks on the way to the library (addresses.py).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from byteback.ops.activations import TABLE
+from byteback.ops.backends import reference
+from byteback.ops.backends.cpu import allocator, library
+from byteback.ops.backends.cpu.addresses import CPU, flat, known, last, new, part
+from byteback.ops.backends.cpu.norm import is_writable
+from byteback.ops.backends.cpu.products import laid_out
+from byteback.ops.backends.cpu.products import product as run_product
+from byteback.ops.backends.reference.block import norm_step
+from byteback.ops.contract.layout import channels_last, last_strides
+from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormalizedBatch, ProductCall, Residual, Wants
+
+_native: Any = library.native
+# Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
+_threads = torch.get_num_threads
+_FLOAT32, _FLOAT64, _INT64, _INT8, _UINT8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # enum class Stored in csrc/block/norm.h
+_INT8_KIND = 2
+
+
+@lru_cache(maxsize=4096)
+def _pass(
+    rows: int, channels: int, activation: str, kept: int = 0, pitch: int | None = None, has_residual: bool = False
+) -> Any:
+    """csrc/bindings/structs.h's ForwardPass."""
+    row = TABLE[activation]
+    return _native.ForwardPass(
+        rows=rows,
+        channels=channels,
+        activation=row.number,
+        floor=row.floor,
+        ceiling=row.ceiling,
+        peak_is_known=row.is_monotone and not has_residual,
+        kept=kept,
+        pitch=channels if pitch is None else pitch,
+    )
+
+
+def residual_numbers(residual: Residual, count: int) -> tuple[int, int]:
+    """The address of the residual, and of the scale of one that is int8."""
+    if residual is None or isinstance(residual, Tensor):
+        return last(residual, _FLOAT32, count), 0
+    values, scale = residual
+    return last(values, _INT8, count), flat(scale, _FLOAT32, 1)
+
+
+def place(x: Tensor | None, dtype: torch.dtype, count: int, into: Into | None) -> int:
+    """Where a pass writes: a tensor of its own, or a part of a wider one."""
+    return last(x, dtype, count) if into is None else part(x, dtype, count, into.pitch)
+
+
+def kept_numbers(kept: Kept | None, count: int, channels: int) -> tuple[int, int, int, int]:
+    """Where the norm's input is stored: values, kind, step, centre."""
+    if kept is None:
+        return 0, 0, 0, 0
+    if isinstance(kept, Tensor):
+        dtype = kept.dtype
+        return last(kept, dtype, count), _KINDS[dtype], 0, 0
+    values, step, centre = kept
+    return last(values, _INT8, count), _INT8_KIND, flat(step, _FLOAT32, channels), flat(centre, _FLOAT32, channels)
+
+
+def _room(x: Tensor, keep: str | None, extremes: Extremes | None) -> Kept | None:
+    """An empty place for x in a smaller form, with its step and centre."""
+    if keep is None:
+        return None
+    if extremes is None:
+        return allocator.empty_like(x, torch.bfloat16)
+    with torch.no_grad():
+        return allocator.empty_like(x, _INT8), norm_step(*extremes), extremes[2]
+
+
+def normalize_peak(path: int, x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
+    count, channels = x.numel(), x.shape[1]
+    peak, (added, added_scale) = new((), _FLOAT32), residual_numbers(residual, count)
+    _native.normalize_peak(
+        path,
+        _pass(count // channels, channels, activation),
+        x=last(x, _FLOAT32, count),
+        a=flat(a, _FLOAT32, channels),
+        b=flat(b, _FLOAT32, channels),
+        residual=added,
+        residual_scale=added_scale,
+        peak=known(peak),
+        threads=_threads(),
+    )
+    return peak
+
+
+def normalize(
+    path: int,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    residual: Residual,
+    activation: str,
+    clip: Tensor | None,
+    want_float: bool,
+    want_mask: bool,
+    keep: str | None,
+    extremes: Extremes | None,
+    into: Into | None,
+) -> Normalized:
+    row, count, channels = TABLE[activation], x.numel(), x.shape[1]
+    rows, kept = count // channels, _room(x, keep, extremes)
+    values = scale = output = mask = counts = None
+    if clip is not None:
+        values = allocator.empty_like(x, _INT8) if into is None else into.values
+        scale, counts = new((1,) * x.dim(), _FLOAT32), new(2, _INT64)
+    if want_float:
+        output = allocator.empty_like(x) if into is None else into.output
+    if want_mask and not row.is_smooth:
+        mask = new((rows, (channels + 7) // 8), _UINT8)
+    (added, added_scale), (there, kind, step, centre) = residual_numbers(residual, count), kept_numbers(kept, count, channels)
+    _native.normalize(
+        path,
+        _pass(rows, channels, activation, kind, None if into is None else into.pitch),
+        x=last(x, _FLOAT32, count),
+        a=flat(a, _FLOAT32, channels),
+        b=flat(b, _FLOAT32, channels),
+        residual=added,
+        residual_scale=added_scale,
+        clip=flat(clip, _FLOAT32, 1),
+        values=place(values, _INT8, count, into),
+        scale=known(scale),
+        counts=known(counts),
+        output=place(output, _FLOAT32, count, into),
+        mask=known(mask),
+        kept=there,
+        step=step,
+        centre=centre,
+        threads=_threads(),
+    )
+    return Normalized(values, scale, output, mask, counts, kept)
+
+
+def pack_norm(path: int, x: Tensor, keep: str, extremes: Extremes | None) -> Kept:
+    count, channels = x.numel(), x.shape[1]
+    kept = _room(x, keep, extremes)
+    assert kept is not None
+    there, kind, step, centre = kept_numbers(kept, count, channels)
+    _native.pack_norm(
+        path,
+        _pass(count // channels, channels, "none", kind),
+        x=last(x, _FLOAT32, count),
+        kept=there,
+        step=step,
+        centre=centre,
+        threads=_threads(),
+    )
+    return kept
+
+
+def conv_normalize(
+    path: int,
+    call: ProductCall,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor],
+    a: Tensor,
+    b: Tensor,
+    residual: Residual,
+    activation: str,
+    clip: Tensor | None,
+    want_float: bool,
+    into: Into | None,
+) -> Normalized:
+    """Pieces of the product go through an epilogue (csrc/block/epilogue.h) while they are in the cache, if a kernel can."""
+    if call.plan is None:
+        return reference.conv_normalize(call, operands, a, b, residual, activation, clip, want_float, into)
+    x, w, scales, alive = laid_out(path, call, *operands)
+    size, strides = call.size, last_strides(call.size)
+    values = scale = output = counts = None
+    if clip is not None:
+        values = allocator.empty(size, strides, _INT8, CPU) if into is None else into.values
+        scale, counts = new((1,) * len(size), _FLOAT32), new(2, _INT64)
+    if want_float:
+        output = allocator.empty(size, strides, _FLOAT32, CPU) if into is None else into.output
+    channels, count = call.channels, math.prod(size)
+    added, added_scale = residual_numbers(residual, count)
+    kernel = _native.conv_normalize(
+        path,
+        call.plan.shape,
+        _pass(count // channels, channels, activation, 0, None if into is None else into.pitch),
+        _native.Operands(a=known(x), b=known(w), **scales),
+        a=flat(a, _FLOAT32, channels),
+        b=flat(b, _FLOAT32, channels),
+        residual=added,
+        residual_scale=added_scale,
+        clip=flat(clip, _FLOAT32, 1),
+        values=place(values, _INT8, count, into),
+        scale=known(scale),
+        counts=known(counts),
+        output=place(output, _FLOAT32, count, into),
+        threads=_threads(),
+    )
+    del alive  # the scales, until here
+    if kernel:
+        library.last_kernel = kernel
+        return Normalized(values, scale, output, None, counts)
+    y = channels_last(run_product(path, call, *operands))
+    return normalize(path, y, a, b, residual, activation, clip, want_float, False, None, None, into)
+
+
+# ---- a norm that uses its batch: several passes in one call ----------------------------------------------------------
+
+
+def normalize_batch(
+    path: int, x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants
+) -> NormalizedBatch:
+    if not is_writable(norm.running):
+        return reference.normalize_batch(x, norm, residual, activation, wants)
+    forward, given, to, made, alive = _request(x, norm, residual, activation, wants)
+    _native.normalize_batch(path, forward, given, to, _threads())
+    del alive
+    return made
+
+
+def conv_normalize_batch(
+    path: int,
+    call: ProductCall,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor],
+    norm: BatchNorm,
+    residual: Residual,
+    activation: str,
+    wants: Wants,
+) -> tuple[Tensor, NormalizedBatch]:
+    """A large output is counted while it is written (csrc/block/epilogue.h) and not read for it."""
+    if call.plan is None or not is_writable(norm.running):
+        return reference.conv_normalize_batch(call, operands, norm, residual, activation, wants)
+    y = allocator.empty(call.size, last_strides(call.size), _FLOAT32, CPU)
+    x, w, scales, factors = laid_out(path, call, *operands)
+    forward, given, to, made, alive = _request(y, norm, residual, activation, wants)
+    product = _native.Operands(a=known(x), b=known(w), **scales)
+    library.last_kernel = _native.conv_normalize_batch(path, call.plan.shape, forward, product, given, to, _threads())
+    del factors, alive
+    return y, made
+
+
+def _request(
+    x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants
+) -> tuple[Any, Any, Any, NormalizedBatch, Tensor]:
+    """The pass, what it reads and what it writes for the library; the result, and what else must live until it is filled."""
+    row, count, channels = TABLE[activation], x.numel(), x.shape[1]
+    is_known = residual is None and row.is_monotone
+    rows, width = count // channels, (channels + 7) // 8
+    a, b, peak = new(channels, _FLOAT32), new(channels, _FLOAT32), new((), _FLOAT32)
+    mean, invstd = new(channels, _FLOAT64), new(channels, _FLOAT64)
+    values = scale = counts = output = mask = None
+    if wants.int8:
+        values, scale, counts = allocator.empty_like(x, _INT8), new((1,) * x.dim(), _FLOAT32), new(2, _INT64)
+    if wants.float:
+        output = allocator.empty_like(x)
+    if wants.mask and not row.is_smooth:
+        mask = allocator.empty((rows, width), (width, 1), _UINT8, CPU)
+    kept = _batch_room(x, wants.keep)
+    there, kind, step, centre = kept_numbers(kept, count, channels)
+    to = _native.BatchMade(
+        a=known(a),
+        b=known(b),
+        mean=known(mean),
+        invstd=known(invstd),
+        peak=known(peak),
+        values=known(values),
+        scale=known(scale),
+        counts=known(counts),
+        output=known(output),
+        mask=known(mask),
+        kept=there,
+        step=step,
+        centre=centre,
+    )
+    forward = _pass(rows, channels, activation, kind, None, residual is not None)
+    made = Normalized(values, scale, output, mask, counts, kept)
+    result = NormalizedBatch(a, b, mean, invstd, peak if is_known or wants.int8 else None, made)
+    return forward, _given(x, norm, residual, count, channels), to, result, peak
+
+
+def _given(x: Tensor, norm: BatchNorm, residual: Residual, count: int, channels: int) -> Any:
+    """csrc/bindings/structs.h's BatchGiven."""
+    gamma, beta, bias, eps, running, momentum = norm
+    mean, var = running or (None, None)
+    added, added_scale = residual_numbers(residual, count)
+    return _native.BatchGiven(
+        x=last(x, _FLOAT32, count),
+        gamma=flat(gamma, _FLOAT32, channels),
+        beta=flat(beta, _FLOAT32, channels),
+        bias=flat(bias, _FLOAT32, channels),
+        running_mean=flat(mean, _FLOAT32, channels),
+        running_var=flat(var, _FLOAT32, channels),
+        residual=added,
+        residual_scale=added_scale,
+        eps=eps,
+        momentum=momentum,
+    )
+
+
+def _batch_room(x: Tensor, keep: str | None) -> Kept | None:
+    """An empty place for x in a smaller form; the library also finds the step and the centre."""
+    if keep is None:
+        return None
+    if keep == "bfloat16":
+        return allocator.empty_like(x, torch.bfloat16)
+    channels = x.shape[1]
+    return allocator.empty_like(x, _INT8), new(channels, _FLOAT32), new(channels, _FLOAT32)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes only: the backend of device="meta". Results are empty tensors with the shape, dtype and strides of the real ones.
+
+No function looks at a number or updates one, so a whole training step can be traced for its shapes. The fakes of the
+operators (torch.compile) are made of these functions, too. Block functions get their tensors channels last and dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from byteback.ops.activations import TABLE
+from byteback.ops.contract import layout
+from byteback.ops.types import (
+    BatchGradient,
+    BatchNorm,
+    Coefficients,
+    Extremes,
+    GradientParts,
+    GradSums,
+    Into,
+    Kept,
+    Normalized,
+    NormalizedBatch,
+    Pair,
+    ProductCall,
+    Quantized,
+    Residual,
+    Wants,
+    Window,
+)
+
+path = None
+"""The number of the native path: none."""
+
+_FLOAT32, _FLOAT64, _INT64, _INT8, _UINT8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _like(x: Tensor, dtype: torch.dtype = _FLOAT32) -> Tensor:
+    """A tensor with the sizes and strides of the dense tensor x."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
+
+
+def _kept_shape(x: Tensor, axis: int) -> list[int]:
+    return [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
+
+
+def _column(x: Tensor, dtype: torch.dtype = _FLOAT32) -> Tensor:
+    """One number per channel, (1, C, 1, ...)."""
+    return x.new_empty(_kept_shape(x, 1), dtype=dtype)
+
+
+def _vector(x: Tensor, dtype: torch.dtype = _FLOAT32) -> Tensor:
+    """One number per channel, (C,)."""
+    return x.new_empty(x.shape[1], dtype=dtype)
+
+
+def _counts(x: Tensor) -> Tensor:
+    return x.new_empty(2, dtype=_INT64)
+
+
+def _quantized(x: Tensor, scale: Tensor) -> Quantized:
+    return _like(x, _INT8), scale, _counts(x), x.new_empty((), dtype=_FLOAT32)
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def product_plan(call: ProductCall, a: Tensor, b: Tensor) -> None:
+    """Nothing is prepared."""
+
+
+def product(call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    return torch.empty_strided(call.size, call.strides, dtype=_FLOAT32, device=a.device)
+
+
+def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=_FLOAT32)
+
+
+# ---- quantize and statistics -----------------------------------------------------------------------------------------
+
+
+def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> Quantized:
+    return torch.empty_like(x, dtype=_INT8), torch.empty_like(clip), _counts(x), x.new_empty(())
+
+
+def quantize_plan(x: Tensor, axis: int) -> tuple[()]:
+    """Nothing is prepared."""
+    return ()
+
+
+def quantize_max(plan: tuple[()], x: Tensor, axis: int, key: Tensor | None) -> Four:
+    shape = _kept_shape(x, axis)
+    return torch.empty_like(x, dtype=_INT8), x.new_empty(shape), x.new_empty(shape), _counts(x)
+
+
+def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
+    return count.new_empty(2, dtype=_INT64)
+
+
+def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[Quantized, Quantized]:
+    return _quantized(x, x.new_empty((1,) * x.dim())), _quantized(x, _column(x))
+
+
+def absmax(x: Tensor, axis: int) -> Tensor:
+    return x.new_empty(_kept_shape(x, axis))
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _column(x), _column(x, _FLOAT64), _column(x, _FLOAT64)
+
+
+def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
+    return _column(x, _INT64)
+
+
+def tail_count_pair(x: Tensor, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    return _column(x, _INT64), _column(x, _INT64)
+
+
+def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(3, dtype=_FLOAT64)
+
+
+def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    return x.new_empty(clips.shape[0], 3, dtype=_FLOAT64)
+
+
+def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
+    return x.new_empty(clips.shape[0], 3, x.shape[1], dtype=_FLOAT64)
+
+
+def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
+    return x.new_empty(5, dtype=_FLOAT64)
+
+
+def channel_stats(x: Tensor) -> Four:
+    return _vector(x, _FLOAT64), _vector(x, _FLOAT64), _vector(x), _vector(x)
+
+
+# ---- the fused block, forward ----------------------------------------------------------------------------------------
+
+
+def norm_coefficients(stats: Four, count: int, norm: BatchNorm, activation: str) -> Coefficients:
+    wide, vector = stats[0], stats[2]
+    return Coefficients(_like(vector), _like(vector), _like(wide, _FLOAT64), _like(wide, _FLOAT64), vector.new_empty(()))
+
+
+def norm_folded(
+    mean: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    return _like(mean), _like(mean)
+
+
+def norm_invstd(var: Tensor, eps: float) -> Tensor:
+    return _like(var, _FLOAT64)
+
+
+def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
+    return x.new_empty(())
+
+
+def normalize(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    residual: Residual,
+    activation: str,
+    clip: Tensor | None,
+    want_float: bool,
+    want_mask: bool,
+    keep: str | None,
+    extremes: Extremes | None,
+    into: Into | None,
+) -> Normalized:
+    values = scale = output = mask = counts = None
+    if clip is not None:
+        values, scale, counts, _ = _quantized(x, x.new_empty((1,) * x.dim()))
+    if want_float:
+        output = _like(x)
+    if into is not None:
+        values, output = into.values if clip is not None else None, into.output if want_float else None
+    if want_mask and not TABLE[activation].is_smooth:
+        mask = x.new_empty((x.shape.numel() // max(x.shape[1], 1), (x.shape[1] + 7) // 8), dtype=_UINT8)
+    return Normalized(values, scale, output, mask, counts, None if keep is None else pack_norm(x, keep, extremes))
+
+
+def pack_norm(x: Tensor, keep: str, extremes: Extremes | None) -> Kept:
+    return _like(x, torch.bfloat16) if keep == "bfloat16" else (_like(x, _INT8), _vector(x), _vector(x))
+
+
+def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants) -> NormalizedBatch:
+    a, b, mean, invstd, peak = norm_coefficients(channel_stats(x), 0, norm, activation)
+    clip = peak if wants.int8 else None
+    made = normalize(x, a, b, residual, activation, clip, wants.float, wants.mask, wants.keep, None, None)
+    is_known = wants.int8 or (residual is None and TABLE[activation].is_monotone)
+    return NormalizedBatch(a, b, mean, invstd, peak if is_known else None, made)
+
+
+def conv_normalize(
+    call: ProductCall,
+    operands: Four,
+    a: Tensor,
+    b: Tensor,
+    residual: Residual,
+    activation: str,
+    clip: Tensor | None,
+    want_float: bool,
+    into: Into | None,
+) -> Normalized:
+    y = _output(call, operands[0])
+    return normalize(y, a, b, residual, activation, clip, want_float, False, None, None, into)
+
+
+def conv_normalize_batch(
+    call: ProductCall, operands: Four, norm: BatchNorm, residual: Residual, activation: str, wants: Wants
+) -> tuple[Tensor, NormalizedBatch]:
+    y = _output(call, operands[0])
+    return y, normalize_batch(y, norm, residual, activation, wants)
+
+
+def _output(call: ProductCall, x: Tensor) -> Tensor:
+    """A convolution's output, channels last."""
+    return torch.empty_strided(call.size, layout.last_strides(call.size), dtype=_FLOAT32, device=x.device)
+
+
+# ---- the fused block, backward ---------------------------------------------------------------------------------------
+
+
+def norm_gradient(a: Tensor, mean: Tensor, invstd: Tensor, total: Tensor, dot: Tensor, count: int) -> Four:
+    return _like(a), _like(a), _like(a), _like(a)
+
+
+def gradient_sums(
+    a: Tensor,
+    q: Tensor,
+    r: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+    total: Tensor,
+    dot: Tensor,
+    squares: Tensor,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    return _like(a, _FLOAT64), _like(a, _FLOAT64)
+
+
+def normalize_grad_sums(
+    g: Tensor,
+    x: Kept,
+    a: Tensor | None,
+    b: Tensor | None,
+    mask: Tensor | None,
+    activation: str,
+    want_masked: bool,
+    want_squares: bool,
+) -> GradSums:
+    squares = _vector(g, _FLOAT64) if want_squares else None
+    return GradSums(_vector(g, _FLOAT64), _vector(g, _FLOAT64), squares, _like(g) if want_masked else None)
+
+
+def normalize_grad(parts: GradientParts) -> Tensor:
+    return _like(parts.g)
+
+
+def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> Quantized:
+    return _quantized(parts.g, parts.g.new_empty((1,) * parts.g.dim()))
+
+
+def normalize_grad_batch(
+    g: Tensor,
+    x: Kept,
+    a: Tensor,
+    b: Tensor | None,
+    mask: Tensor | None,
+    activation: str,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+    want_masked: bool,
+    want_sums: bool,
+) -> BatchGradient:
+    sums = (_vector(g, _FLOAT64), _vector(g, _FLOAT64)) if want_sums else None
+    return BatchGradient(_vector(g), _vector(g), _vector(g), _vector(g), _like(g) if want_masked else None, sums)
+
+
+def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _column(parts.g), _column(parts.g, _INT64), _column(parts.g, _INT64)
+
+
+def normalize_grad_quantize_pair(
+    parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
+) -> tuple[Quantized, Quantized]:
+    return quantize_pair(parts.g, clip, clip_per_channel, key)
+
+
+def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, Quantized]:
+    return _column(parts.g), _quantized(parts.g, _column(parts.g))
+
+
+# ---- pools -----------------------------------------------------------------------------------------------------------
+
+
+def has_max_pool(x: Tensor, window: Window) -> bool:
+    """PyTorch's own max_pool2d is used."""
+    return False
+
+
+def _image(size: Sequence[int], like: Tensor, dtype: torch.dtype = _FLOAT32) -> Tensor:
+    return torch.empty_strided(size, layout.last_strides(size), dtype=dtype, device=like.device)
+
+
+def max_pool(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    size = *x.shape[:2], *window.counts(x.shape[2:])
+    return _image(size, x), _image(size, x, _UINT8)
+
+
+def max_pool_grad(g: Tensor, taps: Tensor, size: Sequence[int], window: Window) -> Tensor:
+    return _image(size, g)
+
+
+def take_pixels(x: Tensor, stride: Pair) -> Tensor | None:
+    """PyTorch's own avg_pool2d is used."""
+    return None
+
+
+def spread_pixels(y: Tensor, size: Sequence[int], stride: Pair) -> Tensor | None:
+    """PyTorch's own avg_pool2d is used."""
+    return None

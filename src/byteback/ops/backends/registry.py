@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend runs an operator on given tensors: the only place that decides it, once for each call.
+
+    device "meta"      meta: shapes only
+    another device     reference
+    device "cpu"       the current path (paths.py): the reference, or the native library
+
+Empty tensors go to the reference, which needs no care with them. So do tensors whose sign is a bit, such as x.conj().imag:
+their memory holds -x. A new backend is a folder beside reference/ and a line in `_BY_DEVICE` or `_BY_PATH`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from byteback.ops.backends import meta, paths, reference
+from byteback.ops.backends.cpu import library
+from byteback.ops.backends.cpu.backend import Cpu
+
+Backend = Any
+"""A namespace with the functions that reference/__init__.py lists."""
+
+_BY_DEVICE: dict[str, Backend] = {"meta": meta}
+_BY_PATH: dict[str, Backend] = {"reference": reference, **{name: Cpu(number) for name, number in library.NUMBERS.items()}}
+_current = paths.current
+
+
+def backend_for(op: str, first: Tensor, *others: Tensor | None) -> Backend:
+    """The backend that runs `op` on these tensors, which must be on one device.
+
+    >>> import torch
+    >>> backend_for("quantize", torch.zeros(2, 3, device="meta")) is meta
+    True
+    """
+    library.last_kernel = ""
+    if not first.is_cpu or first.is_neg():
+        return _elsewhere(op, (first, *others))
+    for tensor in others:
+        if tensor is not None and (not tensor.is_cpu or tensor.is_neg()):
+            return _elsewhere(op, (first, *others))
+    return _BY_PATH[_current()] if first.numel() else reference
+
+
+def backend_of(x: Tensor) -> Backend:
+    """The backend of dense tensors that are where x is; x itself may be a subclass without memory yet."""
+    return _BY_PATH[_current()] if x.is_cpu else _BY_DEVICE.get(x.device.type, reference)
+
+
+def _elsewhere(op: str, tensors: tuple[Tensor | None, ...]) -> Backend:
+    """The backend of tensors that the native library cannot read."""
+    same_device(op, tensors)
+    first = tensors[0]
+    assert first is not None
+    return _BY_DEVICE.get(first.device.type, reference)
+
+
+def same_device(op: str, arguments: Iterable[Any]) -> None:
+    """Refuses tensors on different devices; other arguments are ignored.
+
+    >>> import torch
+    >>> same_device("quantize", (torch.zeros(2), None, torch.zeros(3, device="meta")))
+    Traceback (most recent call last):
+    ValueError: quantize: a tensor of shape (2,) is on cpu, but one of shape (3,) is on meta; ...
+    """
+    first: Tensor | None = None
+    for argument in arguments:
+        if not isinstance(argument, Tensor):
+            continue
+        if first is None:
+            first = argument
+        elif argument.device != first.device:
+            raise ValueError(
+                f"{op}: a tensor of shape {tuple(first.shape)} is on {first.device}, but one of shape {tuple(argument.shape)} "
+                f"is on {argument.device}; an operator reads all its tensors on one device. Move them with .to(device)."
+            )

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward passes of the fused training block: convolution → BatchNorm → (residual add) → activation → int8.
+
+BatchNorm with the statistics of its batch is one multiplication and one addition per channel, so forward is one or two passes
+over the convolution's output; `block_grad.py` has the passes back. Plain functions for tensors without gradients, outside
+torch.compile. Three of them are several in one call, with the same bits: between two passes there is little arithmetic, and
+the way through Python would take longer than a pass over a small layer.
+
+    conv_normalize        conv_int8 and normalize: the product is not stored as floats (predictions)
+    normalize_batch       channel_stats, norm_coefficients, (normalize_peak), normalize
+    conv_normalize_batch  conv_int8 and normalize_batch
+
+Legend: x, residual are float32 (N, C, ...), a residual may also be (values int8, scale), which stands for values · scale;
+a, b are float32 vectors (C,). Each operation rounds to float32 once, in the order written. z = a·x + b (+ residual).
+activations.py has the activations. Results are channels last. NaN inputs give NaN.
+
+A mask stores the derivative of none, relu and relu6 as bits: uint8 (pixels, ceil(C / 8)), bit c % 8 of byte c // 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from byteback.ops import dispatch
+from byteback.ops.backends.registry import backend_for
+from byteback.ops.checks import (
+    check_activation,
+    check_extremes,
+    check_into,
+    check_norm,
+    check_one,
+    check_residual,
+    check_tensor,
+    check_vector,
+)
+from byteback.ops.contract.geometry import geometry as checked_geometry
+from byteback.ops.contract.layout import channels_last
+from byteback.ops.products import conv_int8, output_call
+from byteback.ops.types import BatchNorm, Into, Kept, Normalized, NormalizedBatch, Residual, Wants, tensors_of
+
+
+def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
+    """max|activation(a·x + b + residual)| as a 0-dim tensor; NaN if any element is, 0 for an empty tensor.
+
+    >>> normalize_peak(torch.tensor([[1.0], [-4.0]]), torch.tensor([2.0]), torch.tensor([1.0]), None, "relu").item()
+    3.0
+    """
+    op = "normalize_peak"
+    x = check_tensor(op, "x", x)
+    channels = x.shape[1]
+    a, b = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels)
+    check_activation(op, activation)
+    residual = check_residual(op, residual, x.shape)
+    return backend_for(op, x, a, b, *tensors_of(residual)).normalize_peak(x, a, b, residual, activation)
+
+
+def normalize(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    residual: Residual,
+    activation: str,
+    clip: Tensor | None,
+    *,
+    want_float: bool,
+    want_mask: bool,
+    keep: str | None = None,
+    low: Tensor | None = None,
+    high: Tensor | None = None,
+    mean: Tensor | None = None,
+    into: Into | None = None,
+) -> Normalized:
+    """y = activation(a·x + b + residual): as int8 by `clip` (one float32; None: no int8), as float32, its mask; in one pass.
+
+    values, scale and counts are those of ops.quantize(y, clip). Smooth activations have no mask (None): backward computes z
+    again. `keep` also gives pack_norm(x, low, high, mean, keep) as `kept`, without another reading of x. `into` names where
+    values and output are written: parts of wider tensors, for a concatenation.
+
+    >>> x, one = torch.tensor([[1.0, -3.0]]), torch.ones(2)
+    >>> result = normalize(x, one, one, None, "relu", torch.tensor(2.0), want_float=True, want_mask=True)
+    >>> result.values.tolist(), result.output.tolist(), result.mask.tolist(), result.counts.tolist()
+    ([[127, 0]], [[2.0, 0.0]], [[1]], [0, 0])
+    """
+    op = "normalize"
+    x = check_tensor(op, "x", x)
+    channels = x.shape[1]
+    a, b = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels)
+    check_activation(op, activation)
+    residual = check_residual(op, residual, x.shape)
+    places = check_into(op, into, x.shape, clip, want_float)
+    clip = None if clip is None else check_one(op, "clip", clip)
+    extremes = None if keep is None else check_extremes(op, x, low, high, mean, keep)
+    backend = backend_for(op, x, a, b, *tensors_of(residual), clip, *(extremes or ()), *places)
+    return backend.normalize(x, a, b, residual, activation, clip, want_float, want_mask, keep, extremes, into)
+
+
+def pack_norm(x: Tensor, low: Tensor | None, high: Tensor | None, mean: Tensor | None, kind: str) -> Kept:
+    """BatchNorm's input, smaller, for backward: as bfloat16, or as int8 around each channel's mean.
+
+    int8: step = max(|low - mean|, |high - mean|) / 127 (1 where that counts as zero), values = round((x - mean) · (1 / step))
+    within ±127, returned with step and centre = mean, (C,) each; backward reads values · step + mean.
+
+    >>> x = torch.tensor([[1.0], [3.0]])
+    >>> values, step, centre = pack_norm(x, torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), "int8")
+    >>> values.tolist(), centre.tolist()
+    ([[-127], [127]], [2.0])
+    """
+    op = "pack_norm"
+    x = check_tensor(op, "x", x)
+    extremes = check_extremes(op, x, low, high, mean, kind)
+    return backend_for(op, x, *(extremes or ())).pack_norm(x, kind, extremes)
+
+
+def conv_normalize(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    geometry: tuple[Any, ...],
+    a: Tensor,
+    b: Tensor,
+    residual: Residual,
+    activation: str,
+    clip: Tensor | None,
+    *,
+    want_float: bool,
+    into: Into | None = None,
+) -> Normalized:
+    """normalize(conv_int8(x, x_scale, w, w_scale, *geometry), a, b, residual, activation, clip) in one pass.
+
+    geometry is stride, padding, dilation and groups; values, scale, output and counts are as in `normalize`.
+
+    >>> x, w, one = torch.tensor([[[[3]]]], dtype=torch.int8), torch.tensor([[[[5]]]], dtype=torch.int8), torch.ones(1, 1, 1, 1)
+    >>> flat = ((1, 1), (0, 0), (1, 1), 1)
+    >>> made = conv_normalize(x, one, w, one, flat, torch.ones(1), torch.ones(1), None, "relu", None, want_float=True)
+    >>> made.output.item()
+    16.0
+    """
+    op, operands = "conv_normalize", (x, x_scale, w, w_scale)
+    geometry = checked_geometry(op, x.dim() - 2, geometry)
+    backend = backend_for(op, *operands, a, b, *tensors_of(residual), clip, *(into or ())[:2])
+    call = output_call(backend, *operands, geometry)
+    a, b = check_vector(op, "a", a, call.channels), check_vector(op, "b", b, call.channels)
+    check_activation(op, activation)
+    residual = check_residual(op, residual, call.size)
+    check_into(op, into, call.size, clip, want_float)
+    clip = None if clip is None else check_one(op, "clip", clip)
+    return backend.conv_normalize(call, operands, a, b, residual, activation, clip, want_float, into)
+
+
+# ---- a norm that uses its batch --------------------------------------------------------------------------------------
+
+
+def normalize_batch(
+    x: Tensor,
+    norm: BatchNorm,
+    residual: Residual,
+    activation: str,
+    *,
+    want_int8: bool,
+    want_float: bool,
+    want_mask: bool,
+    keep: str | None = None,
+) -> NormalizedBatch:
+    """The norm of x by its own statistics, then activation(a·x + b + residual): as int8 by its maximum, as float32, its mask.
+
+    `keep` also gives x itself as "bfloat16" or "int8" (`pack_norm` by the batch's extremes and mean), for backward. Updates the
+    running statistics. The peak is known with int8, and without a residual under a monotone activation.
+
+    >>> norm = BatchNorm(None, None, None, 0.0, None, 0.1)
+    >>> result = normalize_batch(
+    ...     torch.tensor([[1.0], [3.0]]), norm, None, "relu", want_int8=True, want_float=True, want_mask=False
+    ... )
+    >>> result.peak.item(), result.made.output.tolist(), result.made.values.tolist()
+    (1.0, [[0.0], [1.0]], [[0], [127]])
+    """
+    op = "normalize_batch"
+    x = check_tensor(op, "x", x)
+    norm, residual = _check_batch(op, x.shape, norm, residual, activation, keep)
+    backend = backend_for(op, x, *_vectors(norm), *tensors_of(residual))
+    return backend.normalize_batch(x, norm, residual, activation, Wants(want_int8, want_float, want_mask, keep))
+
+
+def conv_normalize_batch(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    geometry: tuple[Any, ...],
+    norm: BatchNorm,
+    residual: Residual,
+    activation: str,
+    *,
+    want_int8: bool,
+    want_float: bool,
+    want_mask: bool,
+    keep: str | None = None,
+) -> tuple[Tensor, NormalizedBatch]:
+    """y = conv_int8(x, x_scale, w, w_scale, *geometry), channels last, and normalize_batch(y, norm, ...).
+
+    >>> x, w = torch.tensor([[[[1, 3]]]], dtype=torch.int8), torch.tensor([[[[1]]]], dtype=torch.int8)
+    >>> one = torch.ones(1, 1, 1, 1)
+    >>> norm, flat = BatchNorm(None, None, None, 0.0, None, 0.1), ((1, 1), (0, 0), (1, 1), 1)
+    >>> wants = {"want_int8": False, "want_float": True, "want_mask": False}
+    >>> y, result = conv_normalize_batch(x, one, w, one, flat, norm, None, "relu", **wants)
+    >>> y.flatten().tolist(), result.made.output.flatten().tolist()
+    ([1.0, 3.0], [0.0, 1.0])
+    """
+    op, operands = "conv_normalize_batch", (x, x_scale, w, w_scale)
+    geometry = checked_geometry(op, x.dim() - 2, geometry)
+    backend = backend_for(op, *operands, *_vectors(norm), *tensors_of(residual))
+    if not dispatch.is_plain(operands):  # the profiler and others that watch operators must see the product
+        y = channels_last(conv_int8(*operands, *geometry))
+        return y, normalize_batch(
+            y, norm, residual, activation, want_int8=want_int8, want_float=want_float, want_mask=want_mask, keep=keep
+        )
+    call = output_call(backend, *operands, geometry)
+    norm, residual = _check_batch(op, call.size, norm, residual, activation, keep)
+    wants = Wants(want_int8, want_float, want_mask, keep)
+    return backend.conv_normalize_batch(call, operands, norm, residual, activation, wants)
+
+
+def _vectors(norm: BatchNorm) -> tuple[Tensor | None, ...]:
+    return norm.gamma, norm.beta, norm.bias, *(norm.running or ())
+
+
+def _check_batch(
+    op: str, shape: Sequence[int], norm: BatchNorm, residual: Residual, activation: str, keep: str | None
+) -> tuple[BatchNorm, Residual]:
+    """The norm and the residual of an x of this shape, dense."""
+    check_activation(op, activation)
+    if keep not in (None, "bfloat16", "int8"):
+        raise ValueError(f"{op}: x cannot be kept as {keep!r}; there are 'bfloat16' and 'int8'.")
+    return check_norm(op, norm, shape[1]), check_residual(op, residual, shape)

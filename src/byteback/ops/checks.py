@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of arguments that several operators share. Those of the fused block return the argument, dense.
+
+An unusual layout is copied, a wrong dtype or shape refused, for every backend. That tensors are on one device is checked by
+the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from byteback.ops.activations import ACTIVATIONS, TABLE
+from byteback.ops.contract.layout import channels_last, is_part
+from byteback.ops.types import BatchNorm, Extremes, GradientParts, Into, Kept, Residual, Running
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_float32 = torch.float32
+
+
+def check_int8(op: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int8:
+            raise TypeError(
+                f"{op}: {name} has dtype {tensor.dtype}, but the product is of int8 integers. "
+                "Quantize it first with byteback.ops.quantize."
+            )
+
+
+def check_float(op: str, name: str, x: Tensor, least_rank: int = 2) -> None:
+    if x.dtype != torch.float32:
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}, but only float32 is quantized. Call .float() on it.")
+    if x.dim() < least_rank:
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(x.shape)}, but it needs an N and a C axis: the noise and the statistics are "
+            "defined in N, ..., C order. Reshape it, for example with unsqueeze(0)."
+        )
+
+
+# ---- the fused block -------------------------------------------------------------------------------------------------
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, copied if it is not channels last."""
+    memory_format = _FORMATS.get(x.dim())
+    if memory_format is not None:
+        return x if x.is_contiguous(memory_format=memory_format) else x.contiguous(memory_format=memory_format)
+    return x.contiguous() if x.dim() == 2 else channels_last(x)
+
+
+def check_tensor(op: str, name: str, x: Tensor) -> Tensor:
+    """x, checked and channels last."""
+    if x.dtype is not _float32:
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}, but this pass is defined in float32. Call .float() on it.")
+    elif x.dim() < 2:
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, but it needs an N and a C axis. Reshape it.")
+    return _dense(x)
+
+
+def check_residual(op: str, residual: Residual, shape: Sequence[int]) -> Residual:
+    """The residual of a tensor of this shape, checked and channels last: float32, or int8 with one scale."""
+    if residual is None:
+        return None
+    if isinstance(residual, Tensor):
+        _check_like(op, "residual", residual, shape, (_float32,))
+        return _dense(residual)
+    values, scale = residual
+    _check_like(op, "residual", values, shape, (torch.int8,))
+    return _dense(values), check_one(op, "the residual's scale", scale)
+
+
+def check_into(op: str, into: Into | None, shape: Sequence[int], clip: Tensor | None, want_float: bool) -> tuple[Tensor, ...]:
+    """The places for a result of this shape. Refuses one that is missing or is no slice of a channels-last tensor."""
+    if into is None:
+        return ()
+    places = []
+    for name, there, dtype, wanted in (
+        ("values", into.values, torch.int8, clip is not None),
+        ("output", into.output, _float32, want_float),
+    ):
+        if not wanted:
+            continue
+        if there is None or there.shape != shape or there.dtype is not dtype or not is_part(there, into.pitch):
+            found = None if there is None else f"{there.dtype} of shape {tuple(there.shape)} and strides {there.stride()}"
+            raise ValueError(
+                f"{op}: into.{name} is {found}, but the result is {dtype} of shape {tuple(shape)}, and its channels are "
+                f"neighbours among the {into.pitch} of a pixel. Pass a slice along axis 1 of a channels-last tensor."
+            )
+        places.append(there)
+    return tuple(places)
+
+
+def check_vector(op: str, name: str, vector: Tensor | None, channels: int, dtype: torch.dtype = _float32) -> Tensor:
+    """A per-channel vector, checked and dense."""
+    if vector is not None and vector.dtype is dtype and vector.dim() == 1 and vector.numel() == channels:
+        return vector.contiguous()
+    if vector is None:
+        raise TypeError(f"{op}: {name} is None, but this activation needs z = a·x + b. Pass the vectors of the forward pass.")
+    if vector.dtype is not dtype:
+        short = str(dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} has dtype {vector.dtype}, but this pass takes it in {short}. Call .to({dtype}) on it.")
+    raise ValueError(
+        f"{op}: {name} has shape {tuple(vector.shape)}, but there are {channels} channels; it needs one number for each, "
+        f"as shape ({channels},). Pass such a vector."
+    )
+
+
+def check_running(op: str, running: Running, channels: int) -> None:
+    """Refuses running statistics that are no vectors. They are written to and so never copied."""
+    if running is not None:
+        check_vector(op, "running mean", running[0], channels)
+        check_vector(op, "running variance", running[1], channels)
+
+
+def check_optional(op: str, name: str, vector: Tensor | None, channels: int) -> Tensor | None:
+    """A per-channel vector that may be missing."""
+    return None if vector is None else check_vector(op, name, vector, channels)
+
+
+def check_one(op: str, name: str, number: Tensor) -> Tensor:
+    if number.dtype is not _float32 or number.numel() != 1:
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(number.shape)} and dtype {number.dtype}; it is one float32 for the whole tensor. "
+            "Use ops.quantize for a clip per channel or per sample."
+        )
+    return number
+
+
+def check_activation(op: str, activation: str) -> None:
+    if activation not in TABLE:
+        raise ValueError(f"{op}: activation {activation!r} is unknown; there are {', '.join(ACTIVATIONS)}.")
+
+
+def check_key(op: str, key: Tensor | None) -> Tensor | None:
+    """The noise key, dense; None stands for rounding to nearest."""
+    if key is None:
+        return None
+    if key.dtype is not torch.int64 or key.numel() != 2:
+        raise ValueError(
+            f"{op}: key has shape {tuple(key.shape)} and dtype {key.dtype}; a noise key is two int64 words. Take it from "
+            "byteback.ops.noise_key."
+        )
+    return key.contiguous()
+
+
+def check_kept(op: str, x: Kept, g: Tensor) -> Kept:
+    """BatchNorm's input as it was kept: float32, bfloat16 or (values int8, step, centre)."""
+    if isinstance(x, tuple) and len(x) == 3:
+        values, step, centre = x
+        _check_like(op, "x", values, g.shape, (torch.int8,))
+        return _dense(values), check_vector(op, "step", step, g.shape[1]), check_vector(op, "centre", centre, g.shape[1])
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{op}: x is a {type(x).__name__}, but it must be a float32 or bfloat16 tensor, or a tuple (values int8, step, "
+            "centre). Pass what the forward pass kept."
+        )
+    _check_like(op, "x", x, g.shape, (_float32, torch.bfloat16))
+    return _dense(x)
+
+
+def _check_like(op: str, name: str, x: Tensor, shape: Sequence[int], dtypes: tuple[torch.dtype, ...]) -> None:
+    if x.dtype not in dtypes:
+        names = " or ".join(map(str, dtypes))
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}, but it must be {names}. Convert it, or pass what was kept.")
+    if x.shape != shape:
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(x.shape)}, but it is taken element by element with a tensor of shape "
+            f"{tuple(shape)}; nothing is broadcast. Expand it first."
+        )
+
+
+def check_gate(
+    op: str, g: Tensor, a: Tensor | None, b: Tensor | None, mask: Tensor | None, activation: str
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """a, b and mask as far as they are needed, checked."""
+    check_activation(op, activation)
+    channels = g.shape[1]
+    if TABLE[activation].is_smooth or (mask is None and activation != "none"):
+        return check_vector(op, "a", a, channels), check_vector(op, "b", b, channels), None
+    if mask is not None:
+        shape = (g.numel() // channels if channels else mask.shape[0], (channels + 7) // 8)
+        if mask.dtype is not torch.uint8 or mask.shape != shape:
+            raise ValueError(
+                f"{op}: mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, but for a gradient of shape "
+                f"{tuple(g.shape)} it is uint8 {shape}: one bit for each element. Pass the mask of the forward pass."
+            )
+        mask = mask.contiguous()
+    return None, None, mask
+
+
+def check_parts(op: str, parts: GradientParts) -> GradientParts:
+    """A gradient that is not written out, checked."""
+    g, x, a, b, mask, activation, p, q, r = parts
+    g = check_tensor(op, "g", g)
+    x = check_kept(op, x, g)
+    a, b, mask = check_gate(op, g, a, b, mask, activation)
+    channels = g.shape[1]
+    p, q, r = check_vector(op, "p", p, channels), check_vector(op, "q", q, channels), check_vector(op, "r", r, channels)
+    return GradientParts(g, x, a, b, mask, activation, p, q, r)
+
+
+def check_norm(op: str, norm: BatchNorm, channels: int) -> BatchNorm:
+    """The parameters of a norm in training, dense; the running statistics are left as they are."""
+    gamma, beta, bias, eps, running, momentum = norm
+    gamma, beta = check_optional(op, "gamma", gamma, channels), check_optional(op, "beta", beta, channels)
+    bias = check_optional(op, "bias", bias, channels)
+    check_running(op, running, channels)
+    return BatchNorm(gamma, beta, bias, eps, running, momentum)
+
+
+def check_extremes(
+    op: str, x: Tensor, low: Tensor | None, high: Tensor | None, mean: Tensor | None, kind: str
+) -> Extremes | None:
+    """What is needed to store x as int8: low, high and mean of each channel; None for bfloat16."""
+    if kind == "bfloat16":
+        return None
+    if kind != "int8":
+        raise ValueError(f"{op}: BatchNorm's input cannot be kept as {kind!r}; there are 'bfloat16' and 'int8'.")
+    if low is None or high is None or mean is None:
+        raise TypeError(f"{op}: int8 needs low, high and mean of each channel. Pass those of channel_stats.")
+    channels = x.shape[1]
+    centre = check_vector(op, "mean", mean.to(torch.float32), channels)
+    return check_vector(op, "low", low, channels), check_vector(op, "high", high, channels), centre
