@@ -22,7 +22,7 @@ from byteback import addresses
 PACKAGE = Path(byteback.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # For these an address is a name: whether two tensors share their memory, or somebody else asks for it.
-IDENTITY = {"memory.py", "nn/weights.py", "nn/activation.py"}
+IDENTITY = {"inspect/memory.py", "nn/weights.py", "nn/activation.py"}
 ADDRESSES = {"flat", "last", "dense", "part", "known"}
 MANY = {"residual_numbers", "kept_numbers", "backward_numbers", "place"}  # in ops/normalize_native.py, of several tensors
 FACTORIES = {

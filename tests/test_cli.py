@@ -73,7 +73,7 @@ def test_doctor_names_the_paths_and_why() -> None:
     for path in native.PATHS:
         assert path in done.stdout
     assert "digits" in done.stdout and "cifar10" in done.stdout
-    assert f"operators take the path {native.available()[0]}" in done.stdout
+    assert f"operators use the path {native.available()[0]}" in done.stdout
 
 
 def test_the_bare_command_helps_and_the_version_is_told() -> None:

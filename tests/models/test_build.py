@@ -130,7 +130,7 @@ def test_detection_models_are_built_without_a_download(monkeypatch: pytest.Monke
     ("name", "image_size", "message"),
     [
         ("resnt20", 32, r"unknown network 'resnt20'.*Did you mean resnet20.*alexnet, inception_v3.*At image size 32"),
-        ("resnet50", 32, r"There are alexnet.*no variant for such small images"),
+        ("resnet50", 32, r"Known names: alexnet.*no variant for such small images"),
         ("resnet18", 16, r"resnet20, resnet56, resnet8.*only the small ResNets take images that small"),
         ("resnet20", 4, r"image_size is 4; below 8x8.*Enlarge"),
         pytest.param("resnet20", 64, r"for images of 8 to 32 pixels", marks=needs_torchvision),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import byteback
 from byteback import ops
-from byteback.fuse import find_blocks
+from byteback.convert.graph import find_blocks
 from byteback.models.resnet import SmallResNet
 from byteback.nn.activation import Activation, source_of
 from byteback.nn.joined import Floats, Joined

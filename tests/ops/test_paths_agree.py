@@ -18,7 +18,7 @@ import torch
 import byteback
 from byteback import ops
 from byteback.bench.shapes import NETWORKS, ConvCase, network_cases
-from byteback.bench.verify import FIXED, Geometry, drawn, drawn_clip, products
+from byteback.inspect.verify import FIXED, Geometry, drawn, drawn_clip, products
 from byteback.ops import native
 
 NATIVE = [path for path in native.available() if path != "reference"]

@@ -17,7 +17,7 @@ from rich.progress import track
 
 from byteback import tables
 from byteback.bench.training_step import Setting, Side, Variant
-from byteback.memory import tune_malloc
+from byteback.inspect.memory import tune_malloc
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import byteback
 from byteback import tables
 from byteback.bench.step import DEFAULTS
 from byteback.bench.training_step import Setting, Side, Variant
-from byteback.memory import tune_malloc
+from byteback.inspect.memory import tune_malloc
 
 _TRAINED = 2  # steps, of few images
 

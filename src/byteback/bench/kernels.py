@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from byteback import ops, tables
 from byteback.bench.shapes import ConvCase, cases
-from byteback.memory import tune_malloc
+from byteback.inspect.memory import tune_malloc
 from byteback.nn.float_table import why_float
 from byteback.ops import native, native_kernels
 

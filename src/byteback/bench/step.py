@@ -25,7 +25,7 @@ from byteback import models, tables
 from byteback.bench.shapes import NETWORKS
 from byteback.bench.step_worker import Job
 from byteback.bench.training_step import CAN_FUSE, Setting, Variant
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.train.variants import parse
 
 # model -> (image size, batch) of the published tables; every other name is torchvision's, at 224 pixels, 16 images

@@ -23,7 +23,7 @@ import torch
 import byteback
 from byteback.bench import step_parts
 from byteback.bench.training_step import PHASES, Setting, Side, Variant
-from byteback.memory import peak_growth, resident, tune_malloc
+from byteback.inspect.memory import peak_growth, resident, tune_malloc
 from byteback.ops import native
 
 LOSSES = 3  # steps whose losses are compared

@@ -21,7 +21,7 @@ from byteback.models.inception_v3 import inception_v3
 from byteback.models.mobilenet_v2 import mobilenet_v2
 from byteback.models.resnet import SmallResNet, resnet18
 from byteback.models.vgg import vgg16, vgg16_bn
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.torchvision_compat import load
 
 __all__ = ["build", "names"]

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 import tyro
 
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.train.config import TrainConfig
 
 if sys.version_info >= (3, 11):

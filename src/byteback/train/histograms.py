@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from byteback.memory import as_it_was
+from byteback.inspect.memory import as_it_was
 from byteback.train.watch import structure, watched
 
 BINS, CHANNEL_BINS = 101, 61

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from byteback import models
 from byteback.models import SMALL_IMAGE
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.torchvision_compat import load
 from byteback.train import video_networks
 

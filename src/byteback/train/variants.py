@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from byteback.near import unknown
 from byteback.quantize import ClipRule, TensorRule
 from byteback.recipes import LearningRateRule, Recipe, recipe_classes
+from byteback.suggestions import unknown
 
 FLOAT = "float32"
 Tables = Mapping[str, Mapping[str, Any]]

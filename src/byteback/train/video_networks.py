@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from byteback.models.small_r3d import SmallR3D
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.torchvision_compat import load
 
 SMALL, TSN = "r3d_8", "tsn:"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.train.data.clips import clips
 from byteback.train.data.downloaded import downloaded, found
 from byteback.train.data.embedded import digits

@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from byteback.near import unknown
+from byteback.suggestions import unknown
 
 Box = tuple[float, float, float, float]
 _NAMED = 5  # boxes that a warning names one by one

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.torchvision_compat import load
 from byteback.train.config import float_layers
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.torchvision_compat import load as load_torchvision
 from byteback.train.data import Data, draws
 from byteback.train.data.from_disk import FromDisk, Unreadable

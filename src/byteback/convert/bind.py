@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binds the blocks that byteback.fuse found to the convolutions that begin them, in place.
+"""Attaches the blocks that `graph/` found to the convolutions at their start, in place.
 
-An int8 convolution gets an attribute; a float one takes on a class that knows how to begin a block, a frozen norm one that
-knows how to join it. Convolutions without a block keep the sentence that says why, for `summary`.
+An int8 convolution gets an attribute. The class of a float convolution is changed to one that can start a block, and the
+class of a frozen norm to one that can be part of it. A convolution without a block gets an attribute that says why; `summary`
+prints it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from byteback.fuse import Block, Plan
-from byteback.fuse.blocks import FEEDS
+from byteback.convert.graph import Block, Plan
+from byteback.convert.graph.blocks import FEEDS
 from byteback.nn import Int8Layer
 from byteback.nn.begin import BoundBlock
 from byteback.nn.conv import FUSED_CLASSES
@@ -26,7 +27,7 @@ BLOCK_TEXT = "byteback_block_text"
 
 
 def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
-    """Every convolution that begins a block knows it from here on."""
+    """Attaches every block of `plan` to its convolution, and the reason to every convolution without a block."""
     modules = dict(model.named_modules())
     for name, block in plan.blocks.items():
         conv = modules[name]
@@ -35,10 +36,10 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
         if isinstance(conv, Int8Layer):
             conv.int8_block = bound  # type: ignore[assignment]
         elif type(conv) not in FUSED_CLASSES:
-            setattr(conv, BLOCK_REASON, f"a float {type(conv).__name__} of its own class")
+            setattr(conv, BLOCK_REASON, f"a float convolution of the subclass {type(conv).__name__}")
             continue
         elif taken := clash(conv, FUSED_CLASSES[type(conv)]):
-            setattr(conv, BLOCK_REASON, f"a float {type(conv).__name__} with a {taken!r} of its own, a name that blocks need")
+            setattr(conv, BLOCK_REASON, f"a float {type(conv).__name__} with an attribute {taken!r}, which blocks need")
             continue
         else:
             conv.__class__ = FUSED_CLASSES[type(conv)]
@@ -51,13 +52,13 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
 
 
 def _plan_of(block: Block, recipe: Recipe) -> BlockPlan:
-    """What the block's run has to know. A residual is a float tensor like any other, unless the recipe keeps it in int8."""
+    """Returns what the block needs at run time. A residual is an ordinary float tensor unless the recipe stores it in int8."""
     plan = BlockPlan(block.ends, **{feeds: getattr(block, feeds) for feeds in FEEDS})
     return plan if recipe.residual_memory == "int8" else replace(plan, feeds_other=plan.feeds_other or plan.feeds_add)
 
 
 def describe(block: Block) -> str:
-    """A block in a few words for `summary`.
+    """Returns a short description of a block for `summary`.
 
     >>> describe(Block("conv1", "bn1", True, "relu", None, "activation", True, False, ()))
     'conv + norm + add + relu'

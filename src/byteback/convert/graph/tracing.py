@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as graphs: its forward run once with stand-ins for tensors, without a mark left on the model.
+"""Traces a model into graphs with torch.fx, without changing the model.
 
-`torch.fx` stops at the layers of torch.nn, and here also at convolutions, norms and activations of a user's own class. What
-it cannot follow (an `if` on the data, a dict of images) is taken as a black box, so that the rest still gives graphs: the
-model as a whole where that works, else one graph for each structure inside it that can be followed alone.
+`torch.fx` does not trace into the layers of torch.nn, and this tracer does not trace into subclasses of convolutions, norms
+and activations either. Code that cannot be traced (an `if` on the data, a dict of images) becomes a black box, and the rest is
+still traced: the model as a whole if possible, or else each module inside it that can be traced alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 
 @dataclass(frozen=True)
 class Structure:
-    """One graph, and the module whose forward it is."""
+    """One graph, and the module whose forward was traced."""
 
     name: str  # in the model; "" is the whole model
     module: nn.Module
@@ -45,16 +45,16 @@ class Structure:
 
 @dataclass
 class Trace:
-    """The graphs of one model in one mode, of which none contains another."""
+    """The graphs of one model in one mode. No graph contains another."""
 
     training: bool
-    names: dict[nn.Module, str]  # the first where a module has two
+    names: dict[nn.Module, str]  # the first name of a module that has two
     structures: list[Structure] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)  # why a module could not be followed, by its name
-    opaque: set[nn.Module] = field(default_factory=set)  # black boxes: what is inside has graphs of its own
+    failures: dict[str, str] = field(default_factory=dict)  # why a module could not be traced, by its name
+    opaque: set[nn.Module] = field(default_factory=set)  # black boxes: the modules inside have their own graphs
 
     def follow(self, module: nn.Module) -> list[Structure]:
-        """The graph of a module, or where it has none those inside it. What has none becomes a black box."""
+        """Returns the graph of a module, or the graphs of the modules inside if it cannot be traced and becomes a black box."""
         if isinstance(module, _LISTS) and type(module).forward is nn.Module.forward:
             return self.follow_children(module)
         name, known = self.names[module], len(self.opaque)
@@ -63,7 +63,7 @@ class Trace:
         except Exception as error:
             failure = f"{type(module).__name__}: {_short(error)}"
         inside = self.follow_children(module)
-        if len(self.opaque) > known:  # perhaps only a part of it was to blame
+        if len(self.opaque) > known:  # perhaps only a module inside could not be traced
             with contextlib.suppress(Exception):
                 graph = graph_of(module, self.training, self.opaque)
                 boxes = tuple(f"{self.names[box]}." for box in self.opaque)
@@ -81,9 +81,9 @@ class Trace:
 
 
 def trace(model: nn.Module, training: bool) -> Trace:
-    """The graphs of a model in training or in evaluation."""
+    """Traces a model in training mode or in eval mode."""
     found = Trace(training, {module: name for name, module in model.named_modules()})
-    # What a hook on a container sees must be finished, so nothing is followed across its border.
+    # A hook on a container must see complete tensors, so no graph crosses its boundary.
     watched = [
         module
         for module, name in found.names.items()
@@ -96,7 +96,7 @@ def trace(model: nn.Module, training: bool) -> Trace:
 
 
 class Tracer(fx.Tracer):
-    """Stops at every layer that matters here, also at those of a user's own class, and at the modules named in `opaque`."""
+    """Does not trace into convolutions, norms and activations, their subclasses, and the modules named in `opaque`."""
 
     def __init__(self, opaque: Collection[str] = ()) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """What a user asserts is taken to hold (fx's own trace_asserts knows the bytecode of Python 3.9)."""
+        """Assumes that the condition of an `assert` is true (the trace_asserts of fx only knows the bytecode of Python 3.9)."""
         frame: Any = sys._getframe(2)  # past Proxy.__bool__
         coming = (step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti)
         jump, then, *_ = [step.opname for step in itertools.islice(coming, 3) if step.opname != "TO_BOOL"] + ["", ""]
@@ -119,19 +119,19 @@ class Tracer(fx.Tracer):
 
 
 class _Proxy(fx.Proxy):
-    """fx writes `a += b` down as `a + b`; here it stays what it is."""
+    """Records `a += b` as an in-place add; fx would record `a + b`."""
 
     def __iadd__(self, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
 
 
 def graph_of(module: nn.Module, training: bool | None = None, opaque: Collection[nn.Module] = ()) -> fx.Graph:
-    """The graph of a module's forward, called with its defaults. Raises whatever copying or tracing it raises.
+    """Returns the graph of the forward of a module, called with its default arguments. Errors of copying and tracing propagate.
 
-    Tracing runs the user's forward, which may write to the module; so it runs on a copy, a new one each time.
+    Tracing runs the user's forward, which may write to the module, so it runs on a new copy each time.
     """
     if "forward" in module.__dict__:
-        raise TypeError("its forward was replaced on this very object")
+        raise TypeError("its forward was replaced on the instance")
     parameters = inspect.signature(type(module).forward).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty and isinstance(p.default, _PLAIN)}
     boxes = {name for name, inner in module.named_modules() if inner in opaque}
@@ -143,7 +143,7 @@ def graph_of(module: nn.Module, training: bool | None = None, opaque: Collection
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A copy that shares the weights and has no hooks: they are not to be run."""
+    """Returns a copy that shares the weights and has no hooks, so that none of them runs."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     for inner in module.modules():
         for hooks in (inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks):
@@ -152,18 +152,18 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def watched_before(module: nn.Module) -> bool:
-    """Whether a hook wants to see what goes into the module."""
+    """Whether a hook reads the input of the module."""
     return bool(module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def watched_after(module: nn.Module) -> bool:
-    """Whether a hook wants to see what comes out of the module."""
+    """Whether a hook reads the output of the module."""
     return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Tracing runs the user's forward, which may draw random numbers and warn."""
+    """Preserves random state and suppresses warnings: tracing runs the user's forward, which may draw numbers and warn."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""memory: what a model keeps for its backward pass, and its peak. tune_malloc: keep freed blocks in the process.
+"""memory: what a step stores for its backward pass, and its peak memory. tune_malloc: keeps freed memory in the process.
 
-glibc returns every block above 32 MB to the system when it is freed, and trims the top of its heap besides. The next
-tensor of that size is then paged in anew, which can take longer than the convolution that fills it. PyTorch's float
-layers suffer from this as much as ours.
+glibc returns every block above 32 MB to the system when it is freed, and also trims the top of its heap. The pages of the next
+tensor of that size are then allocated again, which can take longer than the convolution that fills it. This slows down the
+float layers of PyTorch as much as int8 layers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST = 2**31 - 1  # mallopt takes an int
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _SAMPLE_SECONDS = 0.001
-_SLACK = 16 << 20  # what may come and go between resetting the peak and reading it back
+_SLACK = 16 << 20  # bytes that may be allocated between resetting the peak and reading it back
 
 
 def tune_malloc() -> bool:
-    """Asks glibc to keep freed memory for this process; False where there is no glibc to ask.
+    """Makes glibc keep freed memory in this process. Returns False if the C library is not glibc.
 
-    Memory then stays at the process's peak. Call it once, before training.
+    The memory of the process then stays at its peak. Call it once, before training.
     """
     libc = _libc()
     if libc is None:
@@ -44,7 +44,7 @@ def tune_malloc() -> bool:
 
 
 def _libc() -> Any:
-    """glibc, or None on another system or another C library."""
+    """Returns glibc, or None on another system or with another C library."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -55,25 +55,25 @@ def _libc() -> Any:
 
 
 @dataclass(frozen=True)
-class MemoryReport:
-    """What `memory` measured, in bytes; prints as a table."""
+class MemoryReport(tables.Table):
+    """The result of `memory`, in bytes. Prints as a table."""
 
     model: str
     saved_by_dtype: dict[str, tuple[int, int]]
-    """dtype -> (storages, bytes) that autograd keeps from forward to backward, parameters and buffers left out."""
+    """dtype -> (storages, bytes) that autograd stores from forward to backward, without parameters and buffers."""
     parameters: int
-    """Bytes of parameters and buffers that autograd refers to as well; they are there with or without it."""
+    """Bytes of parameters and buffers that autograd also refers to. They take no additional memory."""
     pooled: int
-    """Bytes of buffers that lie idle between the passes, kept for the next one."""
+    """Bytes of unused buffers that are kept between the passes for the next one."""
     peak: int | None
-    """Growth of the process's resident memory in a forward and backward pass, gradients included; None if unknown."""
+    """Growth of the resident memory of the process in a forward and backward pass, with gradients; None if unknown."""
 
     @property
     def saved(self) -> int:
-        """Bytes that are kept from forward to backward: by autograd, and idle in the pool."""
+        """Bytes that are stored from forward to backward: by autograd, and unused in the pool."""
         return sum(size for _, size in self.saved_by_dtype.values()) + self.pooled
 
-    def _table(self) -> tuple[str, list[str], list[list[str]], int]:
+    def _table(self) -> tables.Content:
         peak = "unknown here" if self.peak is None else _megabytes(self.peak)
         title = f"{self.model}: {_megabytes(self.saved)} saved for backward, peak {peak} above the model at rest"
         kinds = sorted(self.saved_by_dtype.items(), key=lambda item: -item[1][1])
@@ -82,22 +82,17 @@ class MemoryReport:
             rows.append(["idle buffers", "-", _megabytes(self.pooled)])
         return title, ["saved as", "tensors", "size"], rows, 1
 
-    def __str__(self) -> str:
-        return tables.as_text(*self._table())
-
-    def __rich__(self) -> Any:
-        return tables.build(*self._table())
-
 
 def _megabytes(size: int) -> str:
     return f"{size / 2**20:.1f} MB"
 
 
 def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
-    """What a forward pass on `input` (a tuple: several arguments) saves for backward, and the peak of both passes.
+    """Measures what a forward pass on `input` saves for backward, and the peak memory of both passes.
 
-    Saved is every storage that autograd's saved-tensor hooks see, each once. The passes run in training mode, twice: once to
-    count, once for the peak. Parameters, buffers, gradients, flags and random state are afterwards as they were before.
+    A tuple as `input` is a list of arguments. Every storage that the saved-tensor hooks of autograd see is counted once. The
+    passes run in training mode, twice: once to count, once for the peak. Afterwards parameters, buffers, gradients, flags and
+    random state are as they were before.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU())
     >>> memory(model, torch.zeros(2, 3, 6, 6)).saved_by_dtype  # the input, and the output of ReLU: 4·2·(3·6·6 + 8·4·4)
@@ -128,11 +123,11 @@ def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
 
 
 def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, tuple[str, int]]) -> int:
-    """Both passes; storages that autograd saves in the forward pass land in `found`, by address.
+    """Runs both passes and adds the storages that autograd saves in the forward pass to `found`, by address.
 
-    Returns the bytes that lie idle in the pool of buffers between the passes.
+    Returns the bytes of unused buffers in the pool between the passes.
     """
-    held = []  # a storage that is freed and reused within the pass would be taken for one
+    held = []  # keeps storages alive: one that is freed and reused within the pass would be counted once instead of twice
 
     def pack(tensor: Tensor) -> Tensor:
         for part in _stored(tensor):
@@ -148,15 +143,15 @@ def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, 
         pooled = pool.idle()
         if not outputs:
             raise ValueError(
-                f"memory: the output of this {type(model).__name__} needs no gradient, so there is no backward pass to "
-                "measure. Pass a model with parameters that require gradients."
+                f"memory: the output of this {type(model).__name__} does not require a gradient, so there is no backward pass "
+                "to measure. Pass a model with parameters that require gradients."
             )
         torch.autograd.backward(outputs, [torch.full_like(t, 1.0 / t.numel()) for t in outputs])
     return pooled
 
 
 def _stored(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold a tensor's numbers: of an activation between blocks those that it can be made of."""
+    """Returns the tensors that store the values of a tensor. An activation between blocks is computed from other tensors."""
     if not isinstance(tensor, Activation):
         return [tensor]
     source = tensor.source
@@ -165,7 +160,7 @@ def _stored(tensor: Tensor) -> list[Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of a nested output."""
+    """Yields the tensors of a nested output."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -177,17 +172,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
-    """Puts the model in training mode without gradients, and everything back at the end."""
+    """Puts the model into training mode and clears its gradients; restores everything at the end."""
     modules = list(model.modules())
     buffers = [dict(module._buffers) for module in modules]
-    # Buffers, and the tensors that a module keeps as plain attributes.
+    # Buffers, and the tensors that a module stores as plain attributes.
     tensors = [t for module in modules for t in (*module._buffers.values(), *vars(module).values()) if isinstance(t, Tensor)]
     contents = [tensor.clone() for tensor in tensors]
     plain = (bool, int, float, str, type(None))  # counters and flags, `training` among them
     flags = [{name: value for name, value in vars(module).items() if isinstance(value, plain)} for module in modules]
     leaves = (*model.parameters(), *(tensor for tensor in _tensors(args) if tensor.is_leaf))
     grads = [(leaf, leaf.grad) for leaf in leaves]
-    if not model.training:  # where it trains already, its frozen parts are meant to be in eval mode
+    if not model.training:  # in a model that is in training mode, frozen parts may be in eval mode on purpose
         model.train()
     for leaf, _ in grads:
         leaf.grad = None
@@ -209,7 +204,7 @@ def as_it_was(model: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
 
 
 def resident() -> int | None:
-    """Bytes of this process in memory now, freed blocks handed back first; None where the system does not tell."""
+    """Returns the resident memory of this process in bytes after returning freed memory to the system; None if unknown."""
     libc = _libc()
     if libc is not None:
         libc.malloc_trim(0)
@@ -217,10 +212,10 @@ def resident() -> int | None:
 
 
 def peak_growth(run: Callable[[], object], base: int | None = None) -> int | None:
-    """How far resident memory rises above `base` (default: what it is now) while `run` runs; None if unknown.
+    """Returns how far resident memory rises above `base` (default: its current value) during `run`; None if unknown.
 
-    Linux keeps the peak as VmHWM, and writing 5 to /proc/self/clear_refs resets it. Where that is not allowed, a thread
-    looks at VmRSS every millisecond, which can miss a short peak.
+    Linux stores the peak as VmHWM, and writing 5 to /proc/self/clear_refs resets it. If that is not allowed, a thread reads
+    VmRSS every millisecond, which can miss a short peak.
     """
     before = resident()
     if before is None:
@@ -246,7 +241,7 @@ def _status(field: str) -> int | None:
 
 
 def _reset_peak(now: int) -> bool:
-    """Whether VmHWM starts anew; some sandboxes accept the write and ignore it."""
+    """Resets VmHWM. Returns whether that worked: some sandboxes accept the write and ignore it."""
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:
@@ -256,7 +251,7 @@ def _reset_peak(now: int) -> bool:
 
 
 class _Sampler(threading.Thread):
-    """The highest VmRSS seen between entering and leaving."""
+    """Records the highest VmRSS between entering and leaving."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import byteback
-from byteback.fuse import Block, find_blocks
+from byteback.convert.graph import Block, find_blocks
 from byteback.torchvision_compat import load
 from small_nets import block_a, form, plan_of, reason_a, torchvision_models
 
@@ -127,7 +127,7 @@ def test_a_convolution_with_a_forward_of_its_own_starts_no_block_but_takes_a_res
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), OwnConv(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
     plan = plan_of(model)
     assert plan.blocks["0"].consumers == ("conv 2",)
-    assert plan.reasons == {"2": "a OwnConv with a forward of its own"}
+    assert plan.reasons == {"2": "a OwnConv that overrides forward"}
 
 
 def test_int8_layers_are_seen_as_what_they_were() -> None:
@@ -163,7 +163,7 @@ def test_a_stage_is_swallowed_only_where_nothing_else_sees_what_is_before_it() -
     assert reason_a(norm_twice) == "its output goes to 2 places: BatchNorm2d norm_a, BatchNorm2d norm_b"
     assert form(block_a(read_before_relu)) == "norm"
     assert block_a(read_before_relu).consumers == ("ReLU relu", "mul")
-    assert "looked at before that" in reason_a(asked_for_its_shape)
+    assert "also read by a hook or for its shape" in reason_a(asked_for_its_shape)
     assert block_a(relu_for_its_effect).consumers == ("ReLU relu_", "output")
 
 
@@ -173,7 +173,7 @@ def test_other_reasons() -> None:
         return net.b(x)
 
     assert reason_a(unused) == "its output is not used"
-    assert reason_a(lambda net, x: net.b(x)) == "the model's forward never calls it"
+    assert reason_a(lambda net, x: net.b(x)) == "the forward of the model does not call it"
     assert reason_a(lambda net, x: net.a(x)) == "its output is the model's output"
-    assert reason_a(lambda net, x: F.conv2d(x, net.a.weight)) == "the model's forward never calls it"
+    assert reason_a(lambda net, x: F.conv2d(x, net.a.weight)) == "the forward of the model does not call it"
     assert plan_of(nn.Conv2d(3, 4, 1)).reasons == {"": "it is the whole model"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nodes of a graph are, for a block: convolution, norm, sum with a residual, activation, or something else."""
+"""Classifies the nodes of a graph: convolution, norm, add of a residual, activation, or something else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from byteback.fuse.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
+from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.frozen import FusedNorm, is_frozen_norm
 
@@ -41,7 +41,7 @@ _METADATA = ("size", "dim", "ndimension", "numel", "stride", "is_contiguous", "g
 
 
 class Nodes:
-    """One graph, with what is known about its nodes."""
+    """One graph, with the name and the module of each of its nodes."""
 
     def __init__(self, trace: Trace, structure: Structure) -> None:
         self.structure = structure
@@ -57,7 +57,10 @@ class Nodes:
             self.depth[node] = max((self.depth[one] for one in node.all_input_nodes), default=0) + self.is_conv(node)
 
     def only_user(self, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-        """The one user of a value, past nn.Identity and the hooks that allow it, and the value as the user sees it."""
+        """Returns the single user of a value (None if there is not exactly one), and the value that this user receives.
+
+        Skips nn.Identity. A value that a hook reads has no single user.
+        """
         while len(node.users) == 1 and not (node in self.modules and watched_after(self.modules[node])):
             user = next(iter(node.users))
             if user in self.modules and watched_before(self.modules[user]):
@@ -85,7 +88,7 @@ class Nodes:
         return _float_class(module).forward is base.forward
 
     def activation(self, node: fx.Node, value: fx.Node) -> Activation | None:
-        """The activation that a node is, if it has a fused form and acts on `value`."""
+        """Returns the name of an activation applied to `value`; None if the node is something else or has no fused form."""
         if not node.args or node.args[0] is not value:
             return None
         module = self.modules.get(node)
@@ -100,12 +103,12 @@ class Nodes:
         return _MODULES[base]
 
     def is_residual(self, node: fx.Node, value: fx.Node) -> bool:
-        """Whether a node adds another tensor, as far as one can see of the same shape, to `value`."""
+        """Whether a node adds to `value` another tensor that, as far as the graph shows, has the same shape."""
         left, right = _addends(node)
         if left is None or right is None or left is right or value not in (left, right):
             return False
         if node.target in (operator.iadd, "add_") and value is not left:
-            return False  # the result must be written where the other tensor is
+            return False  # the result would have to be written into the other tensor
         other = right if value is left else left
         if other.op == "get_attr" or _is_metadata(other):
             return False
@@ -113,7 +116,7 @@ class Nodes:
         return pooled == other_pooled and (mine == others or None in (mine, others))
 
     def extent(self, node: fx.Node | None) -> tuple[int | None, bool]:
-        """The channels of a value, where they can be told, and whether it was averaged over its pixels."""
+        """Returns the channels of a value, if they are known, and whether it was averaged over its pixels."""
         channels = None
         while isinstance(node, fx.Node):
             module = self.modules.get(node)
@@ -129,7 +132,7 @@ class Nodes:
         return channels, False
 
     def changed_meanwhile(self, conv: fx.Node, last: fx.Node) -> str | None:
-        """What writes to the convolution's input between its call and the end of its block."""
+        """Returns what writes to the input of a convolution between its call and the end of its block; None if nothing does."""
         for x in conv.all_input_nodes:
             for user in x.users:
                 if self.order[conv] < self.order[user] < self.order[last] and self.writes(user, x):
@@ -146,7 +149,7 @@ class Nodes:
         return in_place or bool(node.kwargs.get("inplace", False))
 
     def takers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Who reads a value, past nn.Identity. Those that only ask for its shape do not."""
+        """Yields the nodes that read a value. Skips nn.Identity and nodes that only read the shape."""
         for user in node.users:
             if self.is_identity(user):
                 yield from self.takers(user)
@@ -154,7 +157,7 @@ class Nodes:
                 yield user
 
     def is_pool(self, node: fx.Node) -> bool:
-        """Whether a node takes the maximum of windows of pixels, or some of the pixels, and only that."""
+        """Whether a node is a max-pool, or selects some of the pixels, and returns nothing else."""
         module = self.modules.get(node)
         if type(module) is nn.AvgPool2d and "forward" not in module.__dict__:
             return module.kernel_size in (1, (1, 1))
@@ -170,13 +173,13 @@ class Nodes:
         )
 
     def is_join(self, node: fx.Node) -> bool:
-        """Whether a node puts channels side by side."""
+        """Whether a node concatenates channels."""
         if not _is_call(node) or node.target not in (torch.cat, torch.concat, torch.concatenate):
             return False
         return bool((node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) == 1)
 
     def is_unknown(self, node: fx.Node) -> bool:
-        """Whether convolutions may lie behind a node that the graph does not show."""
+        """Whether a node may contain or lead to convolutions that the graph does not show."""
         if node.op == "output":
             return bool(self.structure.name)
         inside = self.modules[node].modules() if node in self.modules else ()
@@ -190,23 +193,23 @@ class Nodes:
         return "add" if is_sum(node) else self.kind(node)
 
     def kind(self, node: fx.Node) -> str:
-        """The name of a node's class or function."""
+        """Returns the name of the class or function of a node."""
         if node in self.modules:
             return type(self.modules[node]).__name__
         return str(getattr(node.target, "__name__", node.target)).strip("_")
 
 
 def why_not_fused(conv: nn.Module) -> str | None:
-    """What about a convolution itself forbids a block."""
+    """Returns why a convolution cannot start any block; None if it can."""
     base = next(kind for kind in CONVOLUTIONS if isinstance(conv, kind))
     cls = _float_class(conv)
     if cls.forward is not base.forward or cls._conv_forward is not base._conv_forward or "forward" in conv.__dict__:
-        return f"a {type(conv).__name__} with a forward of its own"
-    return "a hook wants to see its output" if watched_after(conv) else None
+        return f"a {type(conv).__name__} that overrides forward"
+    return "a hook reads its output" if watched_after(conv) else None
 
 
 def _float_class(module: nn.Module) -> Any:
-    """The class of a layer before `prepare`."""
+    """Returns the class that a layer had before `prepare`."""
     return type(module).float_class if isinstance(module, (Int8Layer, FusedConvolution, FusedNorm)) else type(module)
 
 
@@ -215,7 +218,7 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def _is_call(node: fx.Node) -> bool:
-    """Whether a node is a function or a method: the names of modules and inputs can be the same words."""
+    """Whether a node is a function or a method. Modules and inputs may have the same names."""
     return node.op in ("call_function", "call_method")
 
 
@@ -231,13 +234,13 @@ def _addends(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def _limits(node: fx.Node) -> tuple[object, object]:
-    """Of a call of F.hardtanh."""
+    """Returns min_val and max_val of a call of F.hardtanh."""
     given = dict(zip(("min_val", "max_val"), node.args[1:], strict=False)) | node.kwargs
     return given.get("min_val", -1.0), given.get("max_val", 1.0)
 
 
 def _is_metadata(node: fx.Node) -> bool:
-    """Whether a node is a value's shape or the like, or was computed from one."""
+    """Whether a node is the shape or other metadata of a value, or an item of it."""
     while node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     if node.op == "call_method":

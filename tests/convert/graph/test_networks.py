@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from byteback import models
-from byteback.fuse import Block, Plan, find_blocks
+from byteback.convert.graph import Block, Plan, find_blocks
 from small_nets import form, plan_of, torchvision_models
 
 # ---- networks ----
@@ -46,11 +46,11 @@ NETWORKS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "fcn_resnet50": ({ACT: 34, ALL: 16, NORM: 4}, {"interpolate": 1}),
     "retinanet_resnet50_fpn": (
         {ACT: 33, ALL: 16, NORM: 4, "activation": 8},
-        {"looked at before": 2, "goes to 2 places": 3, "leaves backbone": 3, "could not be traced": 2},
+        {"also read by a hook": 2, "goes to 2 places": 3, "leaves backbone": 3, "could not be traced": 2},
     ),
     "fasterrcnn_resnet50_fpn": (
         {ACT: 33, ALL: 16, NORM: 4, "activation": 1},
-        {"looked at before": 3, "goes to 2 places": 2, "leaves backbone": 3, "could not be traced": 2},
+        {"also read by a hook": 3, "goes to 2 places": 2, "leaves backbone": 3, "could not be traced": 2},
     ),
 }
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import byteback
+from byteback.inspect import memory as MODULE
+from html_tables import read_html
 
-MODULE = sys.modules["byteback.memory"]  # the function of the same name hides it
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is read from /proc")
 MB = 1 << 20
 
@@ -102,7 +103,7 @@ def test_the_model_is_left_as_it_was_where_it_fails() -> None:
 
 
 def test_a_model_without_gradients_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs no gradient"):
+    with pytest.raises(ValueError, match="does not require a gradient"):
         byteback.memory(nn.ReLU(), torch.randn(2))
 
 
@@ -159,3 +160,10 @@ def test_a_concatenation_that_is_kept_is_counted() -> None:
     plain = byteback.memory(model, images)
     prepared = byteback.memory(byteback.prepare(model, "unified-int8"), images)
     assert 4 * 32 * 16 * 16 < prepared.saved < 2 * plain.saved, "at least the int8 copy of the 32 channels"
+
+
+def test_the_report_is_an_html_table_in_a_notebook() -> None:
+    report = byteback.memory(Squares(), torch.ones(100, requires_grad=True))
+    title, header, rows = read_html(report._repr_html_())
+    assert title == str(report).splitlines()[0] and header == ["saved as", "tensors", "size"]
+    assert rows == [["float32", "2", "0.0 MB"]]

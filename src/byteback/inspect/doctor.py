@@ -1,31 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback doctor`: what this machine and this build can run, and why not more."""
+"""`byteback doctor`: what this machine and this build can run, and why other paths cannot."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from byteback import __version__, tables
+from byteback import tables
 from byteback.ops import native
-from byteback.train import data
 
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
 
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Say what this machine and this build can run, and why; and which data sets are here."""
+    """Show what this machine and this build can run, and which data sets are present."""
 
     data_path: str | None = None
-    """Where the data sets lie. Default: $BYTEBACK_DATA, else ./data."""
+    """Folder of the data sets. Default: $BYTEBACK_DATA, or ./data."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rooms above know: the command line fills it in."""
+
+    version: str
+    """Of Byteback."""
+    data_variable: str
+    """The environment variable that names the folder of the data sets."""
+    data_sets: Callable[[str | None], list[tuple[str, str]]]
+    """From a folder to (name, where it is) of every data set."""
 
 
 def _version(package: str) -> str:
@@ -36,21 +47,21 @@ def _version(package: str) -> str:
 
 
 def _cpu() -> tuple[str, str]:
-    """(model, flags that matter), as far as the system tells."""
+    """Returns (model, relevant instruction sets), as far as they are known."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor() or platform.machine(), "unknown"
     lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
     fields = {key.strip(): value.strip() for key, value in lines.items()}
     flags = set(fields.get("flags", "").split())
-    return fields.get("model name", platform.machine()), " ".join(f for f in _FLAGS if f in flags) or "none of note"
+    return fields.get("model name", platform.machine()), " ".join(f for f in _FLAGS if f in flags) or "none that is used"
 
 
-def run(config: DoctorConfig, console: Console) -> None:
-    """The command."""
+def run(config: DoctorConfig, console: tables.Console, facts: Facts) -> None:
+    """Runs the command."""
     model, flags = _cpu()
     rows = [
-        ["byteback", __version__],
+        ["byteback", facts.version],
         ["python", sys.version.split()[0]],
         ["torch", torch.__version__],
         *([name, _version(name)] for name in ("torchvision", "numpy", "rich", "tyro", "scikit-learn", "tensorboard", "timm")),
@@ -58,14 +69,15 @@ def run(config: DoctorConfig, console: Console) -> None:
         ["cpu", model],
         ["flags", flags],
         ["threads", str(torch.get_num_threads())],
-        *([name, os.environ.get(name, "not set")] for name in (native.VARIABLE, data.VARIABLE)),
+        *([name, os.environ.get(name, "not set")] for name in (native.VARIABLE, facts.data_variable)),
     ]
     console.print(tables.build("This machine", ["what", "is"], rows, left=2))
     paths = [[path, native.why_not(path) or "can run"] for path in reversed(native.PATHS)]
     console.print()
     console.print(tables.build("Paths, fastest first", ["path", "state"], paths, left=2))
     console.print()
-    console.print(tables.build("Data sets", ["name", "where"], [list(row) for row in data.state(config.data_path)], left=2))
-    console.print(f"\noperators take the path [bold]{native.current()}[/]")
+    data_sets = [list(row) for row in facts.data_sets(config.data_path)]
+    console.print(tables.build("Data sets", ["name", "where"], data_sets, left=2))
+    console.print(f"\noperators use the path [bold]{native.current()}[/]")
     if native.library is None:
-        console.print("There is no native library, so everything runs on the reference path: right, but slower than float32.")
+        console.print("There is no native library, so all operators use the reference path: correct, but slower than float32.")

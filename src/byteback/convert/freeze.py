@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""freeze and unfreeze: a model that only predicts keeps its int8 weights from one prediction to the next.
+"""freeze and unfreeze: a model that is only used for prediction stores its int8 weights instead of quantizing them each time.
 
-An ordinary prediction quantizes every weight, since nothing tells for certain that a weight is the one of last time
-(nn/weights.py). For a single image that is a good part of the time. With `freeze` the user says that the weights stay.
+Without `freeze` a prediction quantizes every weight, because there is no reliable way to tell that a weight did not change
+(nn/weights.py). For a single image this takes a large part of the time. With `freeze` the user promises not to change them.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from byteback.convert import int8_layers
+from byteback.convert.layers import int8_layers
 from byteback.nn.weights import Frozen, unwatch_loading, watch_loading
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Makes a model in eval mode keep its int8 weights until `unfreeze`, in place: the same predictions, sooner.
+    """Stores the int8 weights of a model in eval mode until `unfreeze`, in place: the same predictions in less time.
 
-    A frozen model refuses to train and to load weights. Of other writes to a weight it sees those that autograd counts, which
-    are an error. It does not see those through `weight.data` or numpy: call `unfreeze` before them, or `freeze` again after.
+    Training a frozen model or loading weights into it raises an error. So does any other write to a weight that autograd
+    counts. Writes through `weight.data` or numpy are not detected: call `unfreeze` before them, or `freeze` again afterwards.
 
     >>> import torch
     >>> from byteback.convert import prepare
@@ -32,11 +32,11 @@ def freeze(model: nn.Module) -> nn.Module:
     for name, layer in layers.items():
         if layer.training:
             raise RuntimeError(
-                f"freeze: {name or type(model).__name__!r} is in training mode, where every step makes another int8 weight, so "
-                "there is nothing to keep. Call model.eval() first."
+                f"freeze: {name or type(model).__name__!r} is in training mode, where the int8 weight changes in every step. "
+                "Call model.eval() first."
             )
     made = {layer: Frozen() for layer in layers.values()}
-    for layer, frozen in made.items():  # all before any is touched: a weight with NaN is an error
+    for layer, frozen in made.items():  # quantize all before changing any layer: a weight with NaN raises an error
         if layer.runs_int8("output"):
             frozen.weight(layer, layer.weight)
     for layer, frozen in made.items():
@@ -46,7 +46,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 def unfreeze(model: nn.Module) -> nn.Module:
-    """Makes a frozen model an ordinary one again, in place: it quantizes the weights that it has, and it trains.
+    """Undoes `freeze` in place: the model quantizes its weights in every pass and can be trained again.
 
     >>> from byteback.convert import prepare
     >>> model = prepare(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3)), "plain-int8").eval()

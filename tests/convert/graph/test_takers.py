@@ -57,7 +57,7 @@ def test_a_convolution_called_twice_alike_is_one_block_with_all_takers() -> None
     ],
 )
 def test_a_convolution_called_twice_in_two_ways_has_no_block(run: Callable[[Any, Tensor], Any]) -> None:
-    assert reason_a(run) == "called at 2 places that differ"
+    assert reason_a(run) == "its 2 calls are followed by different layers"
 
 
 def test_of_two_names_the_first_counts() -> None:

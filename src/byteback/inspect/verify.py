@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback verify`: every native path against the reference on this very machine, bit for bit.
+"""`byteback verify`: compares every native path with the reference on this machine, bit for bit.
 
-Also fails where a path quietly let another one serve: a kernel that never runs cannot be trusted to be right.
+Also fails if a path falls back to another one: a kernel that did not run was not tested.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from byteback import ops, tables
@@ -24,14 +23,14 @@ class VerifyConfig:
     """Compare every native path with the reference on this machine, bit for bit."""
 
     cases: int = 120
-    """Random convolutions per path, besides the fixed ones."""
+    """Number of random convolutions per path, in addition to the fixed ones."""
     seed: int = 0
-    """Of the random convolutions."""
+    """Seed of the random convolutions."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """One convolution in one to three dimensions."""
+    """A convolution with one to three spatial dimensions."""
 
     batch: int
     channels: tuple[int, int]
@@ -44,7 +43,7 @@ class Geometry:
 
     @property
     def out(self) -> tuple[int, ...]:
-        """The output's spatial size."""
+        """The spatial size of the output."""
         axes = zip(self.image, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return tuple((i + 2 * p - d * (k - 1) - 1) // s + 1 for i, k, s, p, d in axes)
 
@@ -68,7 +67,7 @@ FIXED = [
     _plain(2, 48, 48, 13, 3, groups=48),
     _plain(2, 48, 48, 13, 5, stride=2, groups=48),
     _plain(2, 12, 18, 9, 3, groups=3),
-    _plain(3, 2, 3, 220, 3),  # a gradient sum deeper than an int32 holds
+    _plain(3, 2, 3, 220, 3),  # a gradient sum that does not fit into an int32
     _plain(2, 3, 16, 31, 7, stride=2),
     Geometry(2, (8, 12), 1, (5, 9, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
     _clip(2, 37, 20, (4, 9, 10), 3),  # Winograd with three time taps, channels that end inside a vector
@@ -95,7 +94,7 @@ def drawn(rng: random.Random) -> Geometry:
 
 
 def drawn_clip(rng: random.Random) -> Geometry:
-    """A clip with a kernel of 3x3 in space and stride 1, which Winograd serves where enough of its tiles is used."""
+    """Draws a clip with a kernel of 3x3 in space and stride 1. Winograd is used if its tiles are filled well enough."""
     channels = rng.choice([1, 5, 16, 31, 33, 80]), rng.choice([1, 4, 16, 17, 48])
     taps, padding = rng.randint(1, 5), tuple(rng.randint(0, 2) for _ in range(3))
     image = (max(rng.randint(1, 6), taps - 2 * padding[0]), rng.randint(3, 14), rng.randint(3, 14))
@@ -112,7 +111,7 @@ def _integers(size: tuple[int, ...], rng: random.Random, nonnegative: bool) -> T
 
 
 def products(case: Geometry, rng: random.Random) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The three products of a case on random operands."""
+    """Yields the three products of a case on random operands."""
     n, (c, k), g = case.batch, case.channels, case.groups
     x = _integers((n, c, *case.image), rng, rng.random() < 0.5)
     w = _integers((k, c // g, *case.kernel), rng, False)
@@ -125,7 +124,7 @@ def products(case: Geometry, rng: random.Random) -> Iterator[tuple[str, Callable
 
 
 def _elementwise(rng: random.Random) -> Iterator[tuple[str, Callable[[], tuple[Tensor, ...]]]]:
-    """quantize and the statistics, in both memory formats."""
+    """Yields calls of quantize and of the statistics, in both memory formats."""
     for size in ((3, 17, 9, 11), (2, 64, 16, 16), (5, 8, 1, 1), (700, 3)):
         generator = torch.Generator().manual_seed(rng.getrandbits(30))
         x = torch.randn(size, generator=generator)
@@ -145,58 +144,56 @@ def _elementwise(rng: random.Random) -> Iterator[tuple[str, Callable[[], tuple[T
         yield "dot_terms", lambda x=x, q=q, scale=scale: (ops.dot_terms(x, q, scale),)  # type: ignore[misc]
 
 
-def run(config: VerifyConfig, console: Console) -> bool:
-    """The command; True where every path agreed with the reference."""
+def run(config: VerifyConfig, console: tables.Console) -> bool:
+    """Runs the command. Returns True if every path agrees with the reference."""
     paths = [path for path in native.available() if path != "reference"]
     if not paths:
-        console.print(f"No native path can run here ({native.why_not('generic')}); the reference path serves everything.")
+        console.print(f"No native path can run here ({native.why_not('generic')}); all operators use the reference path.")
         return True
     good = True
     for path in paths:
         rng = random.Random(config.seed)
-        served: Counter[tuple[str, str]] = Counter()
+        used: Counter[tuple[str, str]] = Counter()
         wrong: list[str] = []
         clips = (drawn_clip(rng) for _ in range(config.cases // 10))
         for case in [*FIXED, *(drawn(rng) for _ in range(config.cases)), *clips]:
-            _compare_products(path, case, rng, served, wrong)
+            _compare_products(path, case, rng, used, wrong)
         for name, function in _elementwise(rng):
-            _compare_elementwise(path, name, function, served, wrong)
-        rows = [[name, kernel, str(count)] for (name, kernel), count in sorted(served.items())]
+            _compare_elementwise(path, name, function, used, wrong)
+        rows = [[name, kernel, str(count)] for (name, kernel), count in sorted(used.items())]
         console.print(tables.build(f"path {path}", ["operator", "kernel", "cases"], rows, left=2))
         for line in wrong[:10]:
             console.print(f"[red]{line}[/]")
-        console.print(f"{sum(served.values())} cases, {len(wrong)} wrong\n")
+        console.print(f"{sum(used.values())} cases, {len(wrong)} wrong\n")
         good = good and not wrong
     return good
 
 
-def _compare_products(
-    path: str, case: Geometry, rng: random.Random, served: Counter[tuple[str, str]], wrong: list[str]
-) -> None:
+def _compare_products(path: str, case: Geometry, rng: random.Random, used: Counter[tuple[str, str]], wrong: list[str]) -> None:
     for name, product in products(case, rng):
         with native.path("reference"):
             expected = product()
         with native.path(path):
             result = product()
         kernel = native.last_kernel
-        served[name, kernel or "reference"] += 1
+        used[name, kernel or "reference"] += 1
         if not torch.equal(result, expected) or result.stride() != expected.stride():
             wrong.append(f"{name} by {kernel} differs from the reference: {case}")
         if not native.belongs(kernel, path):
-            wrong.append(f"{name} was served by {kernel or 'reference'} instead of {path}: {case}")
+            wrong.append(f"{name} used {kernel or 'reference'} instead of {path}: {case}")
 
 
 def _compare_elementwise(
     path: str,
     name: str,
     function: Callable[[], tuple[Tensor, ...]],
-    served: Counter[tuple[str, str]],
+    used: Counter[tuple[str, str]],
     wrong: list[str],
 ) -> None:
     with native.path("reference"):
         expected = function()
     with native.path(path):
         result = function()
-    served[name, path] += 1
+    used[name, path] += 1
     if not all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)):
         wrong.append(f"{name} on {path} differs from the reference")

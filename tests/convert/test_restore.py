@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""restore leaves nothing behind, and enabled switches a whole model to float and back."""
+"""restore leaves nothing behind."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -50,23 +48,3 @@ def test_restore_frees_the_optimizer_too() -> None:
     expected = before - 0.1 * model[2].weight.grad
     optimizer.step()
     assert torch.allclose(model[2].weight, expected, rtol=0, atol=1e-7)
-
-
-def test_enabled_false_is_the_float_model_exactly_and_true_brings_int8_back() -> None:
-    plain = small()
-    model = byteback.prepare(copy.deepcopy(plain), "plain-int8")
-    int8 = model(images())
-    model[1].load_state_dict(plain[1].state_dict())  # BatchNorm's averages moved with that forward
-    assert byteback.enabled(model, False) is model
-
-    expected, output = plain(images()), model(images())
-    assert torch.equal(output, expected)
-    expected.square().sum().backward()
-    output.square().sum().backward()
-    for (name, parameter), (_, wanted) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert torch.equal(parameter.grad, wanted.grad), name
-    assert not bool(model[2].quantizers.grad_output.initialized.any()), "float steps must not touch quantizer state"
-
-    byteback.enabled(model)
-    assert torch.equal(model(images()), int8)
-    assert not torch.equal(int8, expected)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from byteback.fuse import Block
-from byteback.fuse.tracing import graph_of
+from byteback.convert.graph import Block
+from byteback.convert.graph.tracing import graph_of
 from small_nets import Net, form, plan_of, reason_a
 
 # ---- what cannot be traced as a whole ----
@@ -45,7 +45,7 @@ def test_structure_by_structure() -> None:
         "body.0", "body.1", False, "relu", "body.2", "activation", True, True, ("outside of body",)
     )
     assert plan.reasons["stem"].startswith("its module could not be traced: Undecided: ")
-    assert plan.reasons["parts.1.0"] == "its output leaves parts.1, which could be traced only alone"
+    assert plan.reasons["parts.1.0"] == "its output leaves parts.1, which could only be traced alone"
 
 
 def test_around_a_black_box_the_graph_goes_on() -> None:
@@ -109,9 +109,9 @@ def seen(*args: Any) -> None:
     ("name", "register", "wanted"),
     [
         ("0.0", "register_forward_pre_hook", "norm activation"),
-        ("0.0", "register_forward_hook", "a hook wants to see its output"),
-        ("0.0", "register_full_backward_hook", "a hook wants to see its output"),
-        ("0.1", "register_forward_pre_hook", "followed by BatchNorm2d 0.1, but its output is looked at before that"),
+        ("0.0", "register_forward_hook", "a hook reads its output"),
+        ("0.0", "register_full_backward_hook", "a hook reads its output"),
+        ("0.1", "register_forward_pre_hook", "followed by BatchNorm2d 0.1, but its output is also read by a hook"),
         ("0.1", "register_forward_hook", "norm"),
         ("0.2", "register_forward_pre_hook", "norm"),
         ("0.2", "register_forward_hook", "norm activation"),
@@ -163,7 +163,7 @@ def test_a_block_is_not_put_off_past_a_change_of_its_input() -> None:
         x += 1
         return net.relu(net.norm_a(y)) + x
 
-    assert reason_a(run) == "its input is changed in place (add) before its block would be complete"
+    assert reason_a(run) == "its input is modified in place (add) before the end of the block"
 
 
 # ---- no mark ----

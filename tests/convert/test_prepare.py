@@ -86,7 +86,7 @@ def test_training_mode_is_left_as_it_was() -> None:
 
 def test_preparing_twice_names_the_layer_and_the_way_out() -> None:
     model = byteback.prepare(small(), "plain-int8")
-    with pytest.raises(ValueError, match=r"'2' is an Int8Conv2d already.*restore"):
+    with pytest.raises(ValueError, match=r"'2' is already an Int8Conv2d.*restore"):
         byteback.prepare(model, "plain-int8")
 
 

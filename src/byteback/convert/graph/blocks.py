@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of a model, found in its graphs.
+"""Finds the blocks of a model in its graphs.
 
-A block swallows a stage only where the stage before it has no other user, in training as well as in evaluation and at every
-place where the convolution is called. Each convolution that starts no block gets a sentence that says why.
+A stage is fused only if nothing else uses the output of the stage before it. This must be true in training, in evaluation, and
+in every call of the convolution. For every convolution that does not start a block there is a sentence that says why.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from byteback.fuse.nodes import Activation, Nodes, is_sum, why_not_fused
-from byteback.fuse.tracing import CONVOLUTIONS, Structure, Trace, trace
+from byteback.convert.graph.nodes import Activation, Nodes, is_sum, why_not_fused
+from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, trace
 
 Stage = Literal["conv", "norm", "add", "activation"]
 AFTER_A_SUM = ("relu", "relu6")
@@ -43,14 +43,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `find_blocks` found: every convolution of the model is in one of the two."""
+    """The result of `find_blocks`. Every convolution of the model is in one of the two dicts."""
 
     blocks: dict[str, Block]
     reasons: dict[str, str]
 
 
 def find_blocks(model: nn.Module) -> Plan:
-    """The blocks of a model, by the name of their convolution, and why the other convolutions have none.
+    """Returns the blocks of a model by the name of their convolution, and the reason for every convolution without one.
 
     >>> plan = find_blocks(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)))
     >>> [(block.conv, block.norm, block.activation, block.consumers) for block in plan.blocks.values()]
@@ -63,19 +63,19 @@ def find_blocks(model: nn.Module) -> Plan:
     blocks: dict[str, Block] = {}
     reasons: dict[str, str] = {}
     for name in (name for name, module in model.named_modules() if isinstance(module, CONVOLUTIONS)):
-        modes = [_one_of(found[name], "called at {} places that differ") for found in sites if name in found]
+        modes = [_one_of(found[name], "its {} calls are followed by different layers") for found in sites if name in found]
         result = _one_of(modes, "training and evaluation differ") if modes else _why_unseen(name, traces)
         if isinstance(result, str):
             reasons[name] = result
         else:
-            # One mode could not be followed here, so who takes the result in that mode is unknown.
+            # The graph of one mode is missing, so it is unknown what reads the result in that mode.
             unsure = any(name not in found and _failure(name, trace) for found, trace in zip(sites, traces, strict=True))
             blocks[name] = replace(result, feeds_conv=True, feeds_other=True) if unsure else result
     return Plan(blocks, reasons)
 
 
 def _sites(trace: Trace) -> dict[str, list[Block | str]]:
-    """What was found at each call of each convolution, by its name."""
+    """Returns the block, or the reason against one, for each call of each convolution, by its name."""
     sites: dict[str, list[Block | str]] = {}
     for structure in trace.structures:
         for name, result in _Matcher(trace, structure).results():
@@ -84,7 +84,7 @@ def _sites(trace: Trace) -> dict[str, list[Block | str]]:
 
 
 def _one_of(results: list[Block | str], otherwise: str) -> Block | str:
-    """Several results that are the same but for the takers become one."""
+    """Merges results that differ only in what reads the output."""
     blocks = [result for result in results if isinstance(result, Block)]
     if not blocks:
         return results[0]
@@ -103,18 +103,18 @@ def _why_unseen(name: str, traces: list[Trace]) -> str:
     if not name:
         return "it is the whole model"
     failure = next((failure for trace in traces if (failure := _failure(name, trace))), None)
-    return f"its module could not be traced: {failure}" if failure else "the model's forward never calls it"
+    return f"its module could not be traced: {failure}" if failure else "the forward of the model does not call it"
 
 
 def _failure(name: str, trace: Trace) -> str | None:
-    """Why the innermost module around `name` that could not be traced could not."""
+    """Returns why the innermost untraceable module around `name` could not be traced; None if there is no such module."""
     around = [box for box in trace.failures if name == box or not box or name.startswith(f"{box}.")]
     return trace.failures[max(around, key=len)] if around else None
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """A convolution's call with its norm, and the value that comes out of them."""
+    """A call of a convolution, its norm, and their output."""
 
     conv: fx.Node
     norm: fx.Node | None
@@ -122,13 +122,13 @@ class _Chain:
 
 
 class _Matcher:
-    """The blocks of one graph."""
+    """Finds the blocks of one graph."""
 
     def __init__(self, trace: Trace, structure: Structure) -> None:
         self.nodes = Nodes(trace, structure)
 
     def results(self) -> Iterator[tuple[str, Block | str]]:
-        """A block, or why there is none, for each call of a convolution."""
+        """Yields the block, or the reason against one, for each call of a convolution."""
         calls = [node for node in self.nodes.order if self.nodes.is_conv(node)]
         refused = {node: reason for node in calls if (reason := why_not_fused(self.nodes.modules[node]))}
         chains = [self.chain(node) for node in calls if node not in refused]
@@ -138,14 +138,17 @@ class _Matcher:
             yield self.nodes.names[chain.conv], self.block(chain, owners)
 
     def chain(self, conv: fx.Node) -> _Chain:
-        """The convolution and, if it is next, its norm."""
+        """Returns the convolution, with the norm if one follows."""
         value, user = self.nodes.only_user(conv)
         if user is not None and self.nodes.is_norm(user, value, self.nodes.modules[conv]):
             return _Chain(conv, user, user)
         return _Chain(conv, None, conv)
 
     def owners(self, chains: list[_Chain]) -> dict[fx.Node, _Chain]:
-        """Which block each sum belongs to: of two the one with more convolutions behind it (no shortcut), else the left."""
+        """Returns the block that each sum belongs to.
+
+        If both operands end a block, it is the one with more convolutions on its path (not the shortcut), or else the left one.
+        """
         claims: dict[fx.Node, list[tuple[int, bool, _Chain]]] = {}
         for chain in chains:
             value, user = self.nodes.only_user(chain.value)
@@ -155,7 +158,7 @@ class _Matcher:
         return {node: max(claim, key=lambda rank: rank[:2])[2] for node, claim in claims.items()}
 
     def block(self, chain: _Chain, owners: dict[fx.Node, _Chain]) -> Block | str:
-        """The block that starts with a chain."""
+        """Returns the block that starts with a chain, or why there is none."""
         last, ends = chain.value, "norm" if chain.norm else "conv"
         value, user = self.nodes.only_user(last)
         adds = user is not None and owners.get(user) is chain
@@ -171,7 +174,7 @@ class _Matcher:
             return self.why_alone(chain.conv, owners)
         changed = self.nodes.changed_meanwhile(chain.conv, last)
         if changed:
-            return f"its input is changed in place ({changed}) before its block would be complete"
+            return f"its input is modified in place ({changed}) before the end of the block"
         takers = list(self.nodes.takers(last))
         return Block(
             conv=self.nodes.names[chain.conv],
@@ -201,7 +204,7 @@ class _Matcher:
         }
 
     def why_alone(self, conv: fx.Node, owners: dict[fx.Node, _Chain]) -> str:
-        """Why nothing after a convolution can be computed with it."""
+        """Returns why no layer after a convolution can be fused with it."""
         takers = list(self.nodes.takers(conv))
         if not takers:
             return "its output is not used"
@@ -210,13 +213,13 @@ class _Matcher:
             return f"its output goes to {len(takers)} places: {', '.join(labels[:4])}{', ...' if len(labels) > 4 else ''}"
         (taker,), name = takers, self.nodes.structure.name
         if taker.op == "output":
-            return f"its output leaves {name}, which could be traced only alone" if name else "its output is the model's output"
+            return f"its output leaves {name}, which could only be traced alone" if name else "its output is the model's output"
         if self.nodes.only_user(conv)[1] is None:
-            return f"followed by {labels[0]}, but its output is looked at before that (by a hook, or for its shape)"
+            return f"followed by {labels[0]}, but its output is also read by a hook or for its shape"
         if taker in owners:
             return f"the sum after it belongs to the block of {self.nodes.names[owners[taker].conv]}"
         if is_sum(taker):
-            return "the sum after it is not one with another tensor of the same shape, or is written into the other tensor"
+            return "the sum after it does not add another tensor of the same shape, or is written into the other tensor"
         if isinstance(self.nodes.modules.get(taker), nn.modules.batchnorm._BatchNorm):
-            return f"followed by {labels[0]}, which does not fit it or has a forward of its own"
+            return f"followed by {labels[0]}, which does not match it or overrides forward"
         return f"followed by {labels[0]}, which has no fused form"
