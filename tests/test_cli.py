@@ -45,7 +45,7 @@ def test_train_compares_float_with_a_recipe_on_embedded_data(tmp_path: Path) -> 
         pytest.param(["train", "--data", "cifar10", "--data-path", "no", "--no-download"], "data_batch_1", id="no data"),
         pytest.param(["train", "--epoch", "1"], "--epochs", id="misspelt flag"),
         pytest.param(["report", "absent"], "there is no folder absent", id="missing run"),
-        pytest.param(["report"], "name the folder of a run", id="no run to report on"),
+        pytest.param(["report"], "give the folder of a run", id="no run to report on"),
         pytest.param(["eval", "absent.pt"], "no such checkpoint", id="missing checkpoint"),
         pytest.param(["train", "--model", "resnet21"], "resnet20", id="misspelt model"),
         pytest.param(["train", "--lr", "fast"], "lr", id="word for a number"),

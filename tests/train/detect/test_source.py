@@ -63,10 +63,10 @@ def test_both_layouts_say_the_same(shapes: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (("square", 90, 5, 99, 20), r"image1\.xml, object 2 \(square\): the box \(90, 5, 99, 20\) reaches outside.*96x80"),
-        (("square", 30, 5, 20, 20), r"image1\.xml, object 2 \(square\): the box \(30, 5, 20, 20\) is none"),
+        (("square", 90, 5, 99, 20), r"image1\.xml, object 2 \(square\): the box \(90, 5, 99, 20\) exceeds its image.*96x80"),
+        (("square", 30, 5, 20, 20), r"image1\.xml, object 2 \(square\): invalid box \(30, 5, 20, 20\)"),
         (("cube", 1, 5, 20, 20), r"image7\.xml|image1\.xml, object 2 \(cube\): unknown class 'cube'"),
-        (("", 1, 5, 20, 20), r"image1\.xml, object 2: it has no <name>"),
+        (("", 1, 5, 20, 20), r"image1\.xml, object 2: there is no <name>"),
         (("square", "left", 5, 20, 20), r"image1\.xml, object 2 \(square\): <bndbox> has"),
     ],
 )
@@ -79,7 +79,7 @@ def test_bad_objects_are_named(shapes: Path, entry: tuple[str, float, float, flo
 
 def test_boxes_without_area_are_left_out_with_a_warning(shapes: Path) -> None:
     rewrite(shapes, ("disc", 1, 1, 9, 9), ("square", 5, 5, 5, 20), ("square", 60, 5, 60.0000001, 20))
-    with pytest.warns(UserWarning, match=r"left out 2 boxes without area: .*image1\.xml, object 2.*object 3"):
+    with pytest.warns(UserWarning, match=r"dropped 2 boxes without area: .*image1\.xml, object 2.*object 3"):
         train, _ = voc.load(shapes)
     assert train.pictures[1].boxes == [(1, 1, 9, 9)]
 
@@ -87,9 +87,9 @@ def test_boxes_without_area_are_left_out_with_a_warning(shapes: Path) -> None:
 def test_missing_files_are_named(shapes: Path, tmp_path: Path) -> None:
     other = as_coco(shapes, tmp_path / "coco")
     (shapes / "JPEGImages" / "image2.png").unlink()
-    with pytest.raises(ValueError, match=r"image2\.xml: its image .*image2\.png is missing"):
+    with pytest.raises(ValueError, match=r"image2\.xml: the image .*image2\.png is missing"):
         voc.load(shapes)
-    with pytest.raises(ValueError, match=r"instances_train2017\.json, image 15 \(image2\.png\): its image .* is missing"):
+    with pytest.raises(ValueError, match=r"instances_train2017\.json, image 15 \(image2\.png\): the image .* is missing"):
         coco.load(other)
     (shapes / "Annotations" / "image0.xml").unlink()
     with pytest.raises(ValueError, match=r"image0\.xml: the annotation is missing"):
@@ -105,7 +105,7 @@ def test_a_coco_object_of_no_image_or_category(shapes: Path, tmp_path: Path) -> 
     root = as_coco(shapes, tmp_path / "coco")
     file = root / "annotations" / "instances_train2017.json"
     data = json.loads(file.read_text())
-    for key, value, message in (("category_id", 33, "unknown class 'category_id 33'"), ("image_id", 5, "its image_id 5")):
+    for key, value, message in (("category_id", 33, "unknown class 'category_id 33'"), ("image_id", 5, "image_id 5")):
         changed = {**data, "annotations": [{**data["annotations"][3], key: value}]}
         file.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=f"object {data['annotations'][3]['id']}.*{message}"):
@@ -123,19 +123,23 @@ def changed(root: Path, split: str, **lists: object) -> None:
         (
             "val",
             {"categories": [{"id": 10, "name": "square"}, {"id": 20, "name": "disc"}]},
-            "category 10 is 'square', but .* calls",
+            "category 10 is 'square', but in .* it is",
         ),
-        ("val", {"categories": [{"id": 30, "name": "cube"}]}, "category 30 is 'cube', but .* has no category 30"),
+        ("val", {"categories": [{"id": 30, "name": "cube"}]}, "category 30 is 'cube', but in .* there is no such category"),
         (
             "train",
             {"categories": [{"id": 10, "name": "a"}, {"id": 20, "name": "a"}]},
-            "the class 'a' is there twice|category 10",
+            "there are two classes 'a'|category 10",
         ),
-        ("train", {"categories": [{"id": [1], "name": "a"}]}, "a category lacks its id or its name"),
-        ("train", {"images": [{"file_name": "x.png", "width": 3, "height": 3}]}, "it lacks 'id'"),
-        ("train", {"images": None}, "it has no list of images"),
-        ("train", {"annotations": [3]}, "it has no list of annotations"),
-        ("train", {"annotations": [{"id": 4, "image_id": [1], "category_id": 10}]}, r"object 4: its image_id \[1\]"),
+        ("train", {"categories": [{"id": [1], "name": "a"}]}, "a category has no id or no name"),
+        ("train", {"images": [{"file_name": "x.png", "width": 3, "height": 3}]}, "'id' is missing"),
+        ("train", {"images": None}, "there is no list of images"),
+        ("train", {"annotations": [3]}, "there is no list of annotations"),
+        (
+            "train",
+            {"annotations": [{"id": 4, "image_id": [1], "category_id": 10}]},
+            r"object 4: the file has no image with the image_id \[1\]",
+        ),
         ("val", {"annotations": []}, "no image of the test split has an object"),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_missing_or_damaged_file_is_named(tmp_path: Path, monkeypatch: pytest.
     third = folder / "data_batch_3"
     whole = third.read_bytes()
     third.write_bytes(whole[:-5])
-    with pytest.raises(ValueError, match="data_batch_3 is damaged or cut short: its MD5"):
+    with pytest.raises(ValueError, match="data_batch_3 is damaged or truncated: its MD5"):
         data.load("cifar10", str(tmp_path))
     third.unlink()
     with pytest.raises(ValueError, match="data_batch_3 is missing"):
@@ -180,7 +180,7 @@ def test_a_truncated_idx_file_is_named(tmp_path: Path) -> None:
     images = data.load("fashion-mnist", str(tmp_path))
     assert (len(images.train), images.channels, images.image_size) == (2, 1, 32)
     (folder / "t10k-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + b"\0\0\0\x02" + 2 * b"\0\0\0\x1c" + bytes(784))
-    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte is damaged or cut short: it has 800 bytes"):
+    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte is damaged or truncated: it has 800 bytes"):
         data.load("fashion-mnist", str(tmp_path))
 
 
