@@ -60,7 +60,7 @@ _READERS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds
 class Block:
     """A convolution of a model, the stages after it that are computed with it, and what reads the result.
 
-    Names are those of modules in the model. byteback.fuse finds the blocks; `prepare` binds each to its convolution.
+    Names are those of modules in the model. convert/graph finds the blocks; `prepare` binds each to its convolution.
     """
 
     conv: str
