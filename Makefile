@@ -40,16 +40,20 @@ fuzz: $(STAMP) ## 10,000 drawn cases of every operator against an oracle; ARGS='
 sanitize: $(STAMP) ## kernel and block tests under ASan and UBSan, kernels in many threads under TSan (a quarter of an hour)
 	PYTHONPATH=tests $(BIN)/python -m sanitize $(ARGS)
 
+CPP := $(shell find csrc tests/sanitize \( -name '*.h' -o -name '*.cpp' \) -not -path 'csrc/bindings/*')
+
 # The same tools with the same settings (pyproject.toml) as .pre-commit-config.yaml, over the whole tree.
 check: $(STAMP) ## lint, formatting, types, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
-format: $(STAMP) ## repair what ruff can repair
+format: $(STAMP) ## lay out Python and C++, and repair what ruff can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 clean: ## remove caches and build products
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage htmlcov

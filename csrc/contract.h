@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numeric contract for one element: what a clip means, how a number is rounded, the noise, and the order of float64 sums. Each is
-// defined here and nowhere else; contract_vector.h has the same for vectors. src/byteback/ops has it in Python.
+// The numeric contract for one element: what a clip means, how a number is rounded, the noise, and the order of float64 sums.
+// Each is defined here and nowhere else; contract_vector.h has the same for vectors. src/byteback/ops has it in Python.
 //
 // In an anonymous namespace: each file compiles its own copy, or the linker could hand one path's code to another.
 #pragma once

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numeric contract (contract.h) for vectors: clips and what is counted, noise, and float64 sums. Compiled once per path, behind its vectors
-// (core/x86/vector_*.h).
+// The numeric contract (contract.h) for vectors: clips and what is counted, noise, and float64 sums. Compiled once per path,
+// behind its vectors (core/x86/vector_*.h).
 #pragma once
 
 #include <cstring>
@@ -18,8 +18,7 @@ struct Clip {
     Ints ordinary;  // the bits of the largest magnitude that is finite and not beyond the bound
 
     explicit Clip(f32 clip)
-        : inverse(all(inverse_or_zero(clip))),
-          bound(all(bound_or_infinity(clip))),
+        : inverse(all(inverse_or_zero(clip))), bound(all(bound_or_infinity(clip))),
           ordinary(bits_of(all(is_live(clip) ? clip : std::numeric_limits<f32>::max()))) {}
     BYTEBACK_INLINE Clip(Floats inverses, Floats bounds) : inverse(inverses), bound(bounds), ordinary(all32(0)) {}
 };

@@ -36,18 +36,17 @@ void normalize_counted(int path, const ForwardPass& pass, const Statistics& seen
                        const BatchMade& made, int threads) {
     const auto& [total, squares, low, high] = seen_of;
     f32* peak = at<f32>(made.peak);
-    norm_coefficients({pass.channels, pass.rows, total, squares, low, high, at<const f32>(given.gamma), at<const f32>(given.beta),
-                       at<const f32>(given.bias), given.eps, given.momentum, at<f32>(given.running_mean),
-                       at<f32>(given.running_var), pass.ceiling, pass.floor},
+    norm_coefficients({pass.channels, pass.rows, total, squares, low, high, at<const f32>(given.gamma),
+                       at<const f32>(given.beta), at<const f32>(given.bias), given.eps, given.momentum,
+                       at<f32>(given.running_mean), at<f32>(given.running_var), pass.ceiling, pass.floor},
                       {at<f32>(made.a), at<f32>(made.b), at<f64>(made.mean), at<f64>(made.invstd), peak});
     const Forward from = forward_of(pass, given.x, made.a, made.b, given.residual, given.residual_scale);
     if (made.values && !pass.peak_is_known) *peak = BYTEBACK_CALL(normalize_peak, from, threads);
     if (!made.values && !made.output && !made.mask && !made.kept) return;
-    if (made.step)
-        norm_steps(pass.channels, low, high, at<const f64>(made.mean), at<f32>(made.step), at<f32>(made.centre));
-    const Outcome outcome{at<f32>(made.output), at<u8>(made.mask),         at<s8>(made.values),
-                          made.values ? *peak : 0.0f, at<void>(made.kept), pass.kept,
-                          at<const f32>(made.step), at<const f32>(made.centre), pass.pitch};
+    if (made.step) norm_steps(pass.channels, low, high, at<const f64>(made.mean), at<f32>(made.step), at<f32>(made.centre));
+    const Outcome outcome{at<f32>(made.output),       at<u8>(made.mask),          at<s8>(made.values),
+                          made.values ? *peak : 0.0f, at<void>(made.kept),        pass.kept,
+                          at<const f32>(made.step),   at<const f32>(made.centre), pass.pitch};
     const Report seen = BYTEBACK_CALL(normalize, from, outcome, threads);
     if (!made.values) return;
     write_scales(peak, 1, at<f32>(made.scale));
@@ -82,9 +81,9 @@ const char* conv_normalize_batch(int path, const ConvShape& shape, const Forward
 }
 
 // dx_total and dx_squares: both or neither.
-void normalize_grad_batch(int path, const Backward& from, f64 eps, Address a, Address mean, Address invstd, Address q, Address r,
-                          Address grad_gamma, Address grad_beta, Address masked, Address dx_total, Address dx_squares,
-                          int threads) {
+void normalize_grad_batch(int path, const Backward& from, f64 eps, Address a, Address mean, Address invstd, Address q,
+                          Address r, Address grad_gamma, Address grad_beta, Address masked, Address dx_total,
+                          Address dx_squares, int threads) {
     nb::gil_scoped_release unlocked;
     std::vector<f64> sums(3 * static_cast<size_t>(from.channels));
     f64 *total = sums.data(), *dot = total + from.channels, *squares = dx_total ? dot + from.channels : nullptr;

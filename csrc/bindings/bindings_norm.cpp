@@ -25,8 +25,8 @@ void channel_stats(int path, s64 rows, s64 channels, Address x, Address total, A
                   at<f32>(high), threads);
 }
 
-void normalize_peak(int path, const ForwardPass& pass, Address x, Address a, Address b, Address residual, Address residual_scale,
-                    Address peak, int threads) {
+void normalize_peak(int path, const ForwardPass& pass, Address x, Address a, Address b, Address residual,
+                    Address residual_scale, Address peak, int threads) {
     nb::gil_scoped_release unlocked;
     const Forward from = forward_of(pass, x, a, b, residual, residual_scale);
     *at<f32>(peak) = BYTEBACK_CALL(normalize_peak, from, threads);
@@ -37,8 +37,8 @@ void normalize(int path, const ForwardPass& pass, Address x, Address a, Address 
                Address step, Address centre, int threads) {
     nb::gil_scoped_release unlocked;
     const f32 bound = clip ? *at<const f32>(clip) : 0.0f;
-    const Outcome to{at<f32>(output), at<u8>(mask), at<s8>(values), bound, at<void>(kept), pass.kept, at<const f32>(step),
-                     at<const f32>(centre), pass.pitch};
+    const Outcome to{at<f32>(output), at<u8>(mask),        at<s8>(values),        bound,     at<void>(kept),
+                     pass.kept,       at<const f32>(step), at<const f32>(centre), pass.pitch};
     const Forward from = forward_of(pass, x, a, b, residual, residual_scale);
     const Report seen = BYTEBACK_CALL(normalize, from, to, threads);
     if (!clip) return;
@@ -48,8 +48,8 @@ void normalize(int path, const ForwardPass& pass, Address x, Address a, Address 
 
 void pack_norm(int path, const ForwardPass& pass, Address x, Address kept, Address step, Address centre, int threads) {
     nb::gil_scoped_release unlocked;
-    const Outcome to{nullptr, nullptr, nullptr, 0.0f, at<void>(kept), pass.kept, at<const f32>(step), at<const f32>(centre),
-                     pass.channels};
+    const Outcome to{
+        nullptr, nullptr, nullptr, 0.0f, at<void>(kept), pass.kept, at<const f32>(step), at<const f32>(centre), pass.channels};
     BYTEBACK_CALL(pack_norm, pass.rows, pass.channels, at<const f32>(x), to, threads);
 }
 
@@ -89,8 +89,8 @@ std::string conv_normalize(int path, const ConvShape& shape, const ForwardPass& 
         const char* kernel;
     };
     const GivenFactor factor(operands);
-    Call call{static_cast<Path>(path), shape,   at<const s8>(operands.a), at<const s8>(operands.b),
-              factor.get(),            threads, nullptr};
+    Call call{
+        static_cast<Path>(path), shape, at<const s8>(operands.a), at<const s8>(operands.b), factor.get(), threads, nullptr};
     if (call.path == Path::generic) return "";
     const f32 bound = clip ? *at<const f32>(clip) : 0.0f;
     const Forward from = forward_of(pass, 0, a, b, residual, residual_scale);
@@ -116,8 +116,8 @@ std::string conv_normalize(int path, const ConvShape& shape, const ForwardPass& 
 }
 
 void coefficients(s64 channels, s64 count, f64 eps, f64 momentum, bool floor, f32 ceiling, Address total, Address squares,
-                  Address low, Address high, Address gamma, Address beta, Address bias, Address running_mean, Address running_var,
-                  Address a, Address b, Address mean, Address invstd, Address peak) {
+                  Address low, Address high, Address gamma, Address beta, Address bias, Address running_mean,
+                  Address running_var, Address a, Address b, Address mean, Address invstd, Address peak) {
     nb::gil_scoped_release unlocked;
     norm_coefficients({channels, count, at<const f64>(total), at<const f64>(squares), at<const f32>(low), at<const f32>(high),
                        at<const f32>(gamma), at<const f32>(beta), at<const f32>(bias), eps, momentum, at<f32>(running_mean),
@@ -137,8 +137,8 @@ void invstd_of(s64 channels, f64 eps, Address var, Address invstd) {
     norm_invstd(channels, at<const f32>(var), eps, at<f64>(invstd));
 }
 
-void gradient(s64 channels, s64 count, Address a, Address mean, Address invstd, Address total, Address dot, Address q, Address r,
-              Address grad_gamma, Address grad_beta) {
+void gradient(s64 channels, s64 count, Address a, Address mean, Address invstd, Address total, Address dot, Address q,
+              Address r, Address grad_gamma, Address grad_beta) {
     nb::gil_scoped_release unlocked;
     norm_gradient({channels, count, at<const f32>(a), at<const f64>(mean), at<const f64>(invstd), at<const f64>(total),
                    at<const f64>(dot)},
@@ -149,9 +149,11 @@ void gradient(s64 channels, s64 count, Address a, Address mean, Address invstd, 
 void sums_of_gradient(s64 channels, s64 count, f64 eps, Address a, Address q, Address r, Address mean, Address invstd,
                       Address total, Address dot, Address squares, Address dx_total, Address dx_squares) {
     nb::gil_scoped_release unlocked;
-    const NormSums of{channels, count, at<const f32>(a), at<const f64>(mean), at<const f64>(invstd), at<const f64>(total),
-                      at<const f64>(dot)};
-    gradient_sums({of, at<const f64>(squares), at<const f32>(q), at<const f32>(r), eps}, at<f64>(dx_total), at<f64>(dx_squares));
+    const NormSums of{
+        channels,          count, at<const f32>(a), at<const f64>(mean), at<const f64>(invstd), at<const f64>(total),
+        at<const f64>(dot)};
+    gradient_sums({of, at<const f64>(squares), at<const f32>(q), at<const f32>(r), eps}, at<f64>(dx_total),
+                  at<f64>(dx_squares));
 }
 
 void bind_arithmetic(nb::module_& m) {
@@ -170,8 +172,8 @@ void bind_arithmetic(nb::module_& m) {
 }  // namespace
 
 void bind_norm(nb::module_& m) {
-    m.def("channel_stats", &channel_stats, "path"_a, nb::kw_only(), "rows"_a, "channels"_a, "x"_a, "total"_a, "squares"_a, "low"_a,
-          "high"_a, "threads"_a);
+    m.def("channel_stats", &channel_stats, "path"_a, nb::kw_only(), "rows"_a, "channels"_a, "x"_a, "total"_a, "squares"_a,
+          "low"_a, "high"_a, "threads"_a);
     m.def("normalize_peak", &normalize_peak, "path"_a, "forward"_a, nb::kw_only(), "x"_a, "a"_a, "b"_a, "residual"_a,
           "residual_scale"_a, "peak"_a, "threads"_a);
     m.def("normalize", &normalize, "path"_a, "forward"_a, nb::kw_only(), "x"_a, "a"_a, "b"_a, "residual"_a, "residual_scale"_a,

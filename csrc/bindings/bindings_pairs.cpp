@@ -40,8 +40,8 @@ void tail_count_pair(int path, s64 rows, s64 channels, Address x, Address each, 
 void normalize_grad_tails(int path, const Backward& from, Address each, Address all, Address peak, Address over_each,
                           Address over_all, int threads) {
     nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(normalize_grad_tails, from, at<const f32>(each), *at<const f32>(all), at<f32>(peak),
-                  at<s64>(over_each), at<s64>(over_all), threads);
+    BYTEBACK_CALL(normalize_grad_tails, from, at<const f32>(each), *at<const f32>(all), at<f32>(peak), at<s64>(over_each),
+                  at<s64>(over_all), threads);
 }
 
 // total, squares: sums of each channel. count_tails(σ of each channel, σ of all, tails of the channels, tails of all) gives
@@ -111,7 +111,8 @@ void normalize_grad_quantize_by_ratio(int path, const Backward& from, const Quan
     BYTEBACK_CALL(normalize_grad_tails, from, sigma.data(), 0.0f, bounds, tail.data(), tail_one.data(), threads);
     for (s64 c = 0; c < from.channels; ++c) bounds[c] *= ratio;
     Report reports[2];
-    BYTEBACK_CALL(normalize_grad_quantize_pair, from, 0.0f, bounds, noise_of(key), nullptr, at<s8>(to.values), reports, threads);
+    BYTEBACK_CALL(normalize_grad_quantize_pair, from, 0.0f, bounds, noise_of(key), nullptr, at<s8>(to.values), reports,
+                  threads);
     write_report(reports[1], bounds, from.channels, to);
 }
 

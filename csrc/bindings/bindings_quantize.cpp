@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantization and statistics for Python (ops/backends/cpu/quantize.py, statistics.py), and what a step does with a few numbers.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 
 #include <algorithm>
-#include <array>
 
 #include "bindings/bindings_pool.h"
 #include "bindings/structs.h"
@@ -64,8 +62,8 @@ struct QuantizePlan {
     Layout values, clip;
 };
 
-void make_quantize_plan(QuantizePlan* made, const Rows& rows, int axis, nb::handle size, nb::handle strides, nb::handle clip_size,
-                        nb::handle clip_strides) {
+void make_quantize_plan(QuantizePlan* made, const Rows& rows, int axis, nb::handle size, nb::handle strides,
+                        nb::handle clip_size, nb::handle clip_strides) {
     new (made) QuantizePlan{rows, axis, layout_of(size, strides), layout_of(clip_size, clip_strides)};
 }
 
@@ -84,7 +82,8 @@ nb::tuple quantize_max(int path, const QuantizePlan& plan, Address x, Address ke
         find_absmax(path, rows, at<const f32>(x), peaks, axis, threads);
         const PerScale clips{peaks, axis == 0 ? 1 : 0, axis == 1 ? 1 : 0};
         const s64 count = axis == 0 ? rows.outer : axis == 1 ? rows.channels : 1;
-        Quantize{clips, count, key, address(values), address(scale), address(counts), 0}.run(path, rows, at<const f32>(x), threads);
+        Quantize{clips, count, key, address(values), address(scale), address(counts), 0}.run(path, rows, at<const f32>(x),
+                                                                                             threads);
     }
     return nb::make_tuple(values.capsule, scale.capsule, clip.capsule, counts.capsule);
 }
@@ -140,13 +139,19 @@ void make_noise_key(Address seed, Address layer, Address count, s64 rank, Addres
     std::copy(words.begin(), words.end(), at<s64>(key));
 }
 
-void put_in_ledger(const std::array<s64, 7>& rows, const std::array<s64, 5>& clips, const std::array<f64, 3>& columns,
-                   f64 momentum) {
-    const LedgerRows to{at<f32>(rows[0]), at<f32>(rows[1]), at<s64>(rows[2]), at<f32>(rows[3]),
-                        at<f32>(rows[4]), at<f32>(rows[5]), rows[6]};
-    LedgerEntry entry{at<const f32>(clips[0]), clips[1], at<const f32>(clips[2]), clips[3], clips[4], {}, momentum};
-    std::copy(columns.begin(), columns.end(), entry.columns);
-    write_ledger(to, entry);
+// clip to seen: one row of a quantizer's buffers, 0 where nothing is to be written.
+void put_in_ledger(Address clip, Address initialized, Address updated_at, Address observed, Address tracked, Address seen,
+                   s64 channels, Address used, s64 used_count, Address remembered, s64 remembered_count, s64 iteration,
+                   f32 saturated, f32 deviation, f32 own, f64 momentum) {
+    const LedgerRows to{
+        at<f32>(clip), at<f32>(initialized), at<s64>(updated_at), at<f32>(observed), at<f32>(tracked), at<f32>(seen), channels};
+    write_ledger(to, {at<const f32>(used),
+                      used_count,
+                      at<const f32>(remembered),
+                      remembered_count,
+                      iteration,
+                      {saturated, deviation, own},
+                      momentum});
 }
 
 }  // namespace
@@ -166,9 +171,12 @@ void bind_quantize(nb::module_& m) {
           "threads"_a);
     m.def("cosine_terms", &cosine_terms, "path"_a, "rows"_a, nb::kw_only(), "x"_a, "clips"_a, "count"_a, "per_channel"_a,
           "stochastic"_a, "terms"_a, "threads"_a);
-    m.def("cosine_slope_terms", &cosine_slope_terms, "path"_a, "rows"_a, nb::kw_only(), "x"_a, "clip"_a, "terms"_a, "threads"_a);
+    m.def("cosine_slope_terms", &cosine_slope_terms, "path"_a, "rows"_a, nb::kw_only(), "x"_a, "clip"_a, "terms"_a,
+          "threads"_a);
     m.def("dot_terms", &dot_terms, "path"_a, "rows"_a, nb::kw_only(), "x"_a, "values"_a, "scale"_a, "sample_stride"_a,
           "channel_stride"_a, "terms"_a, "threads"_a);
     m.def("noise_key", &make_noise_key, nb::kw_only(), "seed"_a, "layer"_a, "count"_a, "rank"_a, "key"_a);
-    m.def("write_ledger", &put_in_ledger);
+    m.def("write_ledger", &put_in_ledger, nb::kw_only(), "clip"_a, "initialized"_a, "updated_at"_a, "observed"_a, "tracked"_a,
+          "seen"_a, "channels"_a, "used"_a, "used_count"_a, "remembered"_a, "remembered_count"_a, "iteration"_a, "saturated"_a,
+          "deviation"_a, "own"_a, "momentum"_a);
 }

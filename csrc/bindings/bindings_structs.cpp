@@ -20,26 +20,35 @@ namespace {
 using Three = std::array<s64, 3>;  // depth, height, width
 using Two = std::array<s64, 2>;    // height, width
 
-void make_shape(ConvShape* made, s64 batch, s64 in_channels, s64 out_channels, s64 groups, const Three& input, const Three& kernel,
-                const Three& output, const Three& stride, const Three& padding, const Three& dilation) {
+void make_shape(ConvShape* made, s64 batch, s64 in_channels, s64 out_channels, s64 groups, const Three& input,
+                const Three& kernel, const Three& output, const Three& stride, const Three& padding, const Three& dilation) {
     new (made) ConvShape{batch, in_channels, out_channels, groups, {}, {}, {}, {}, {}, {}};
     const auto set = [](const Three& from, s64(&to)[3]) { std::copy(from.begin(), from.end(), to); };
     set(input, made->in), set(kernel, made->kernel), set(output, made->out);
     set(stride, made->stride), set(padding, made->padding), set(dilation, made->dilation);
 }
 
-void make_forward(ForwardPass* made, s64 rows, s64 channels, int activation, bool floor, f32 ceiling, bool peak_is_known, int kept,
-                  s64 pitch) {
-    new (made) ForwardPass{rows, channels, static_cast<Activation>(activation), floor, ceiling, peak_is_known,
-                           static_cast<Stored>(kept), pitch};
+void make_forward(ForwardPass* made, s64 rows, s64 channels, int activation, bool floor, f32 ceiling, bool peak_is_known,
+                  int kept, s64 pitch) {
+    new (made) ForwardPass{rows,    channels,      static_cast<Activation>(activation), floor,
+                           ceiling, peak_is_known, static_cast<Stored>(kept),           pitch};
 }
 
 // kept says how x is stored, with its step and centre for int8; of a, b and mask what the gate needs, of p, q, r all or none.
-void make_backward(Backward* made, s64 rows, s64 channels, int gate, int kept, Address g, Address x, Address step, Address centre,
-                   Address a, Address b, Address mask, Address p, Address q, Address r) {
+void make_backward(Backward* made, s64 rows, s64 channels, int gate, int kept, Address g, Address x, Address step,
+                   Address centre, Address a, Address b, Address mask, Address p, Address q, Address r) {
     const Kept stored{at<const void>(x), static_cast<Stored>(kept), at<const f32>(step), at<const f32>(centre)};
-    new (made) Backward{rows, channels, at<const f32>(g), stored, at<const f32>(a), at<const f32>(b), at<const u8>(mask),
-                        static_cast<Gate>(gate), at<const f32>(p), at<const f32>(q), at<const f32>(r)};
+    new (made) Backward{rows,
+                        channels,
+                        at<const f32>(g),
+                        stored,
+                        at<const f32>(a),
+                        at<const f32>(b),
+                        at<const u8>(mask),
+                        static_cast<Gate>(gate),
+                        at<const f32>(p),
+                        at<const f32>(q),
+                        at<const f32>(r)};
 }
 
 void make_windows(Windows* made, s64 batch, s64 channels, const Two& size, const Two& kernel, const Two& stride,
@@ -82,10 +91,9 @@ void bind_structs(nb::module_& m) {
     nb::class_<BatchGiven>(m, "BatchGiven")
         .def(
             "__init__",
-            [](BatchGiven* made, Address x, Address gamma, Address beta, Address bias, Address running_mean, Address running_var,
-               Address residual, Address residual_scale, f64 eps, f64 momentum) {
-                new (made)
-                    BatchGiven{x, gamma, beta, bias, running_mean, running_var, residual, residual_scale, eps, momentum};
+            [](BatchGiven* made, Address x, Address gamma, Address beta, Address bias, Address running_mean,
+               Address running_var, Address residual, Address residual_scale, f64 eps, f64 momentum) {
+                new (made) BatchGiven{x, gamma, beta, bias, running_mean, running_var, residual, residual_scale, eps, momentum};
             },
             nb::kw_only(), "x"_a, "gamma"_a, "beta"_a, "bias"_a, "running_mean"_a, "running_var"_a, "residual"_a,
             "residual_scale"_a, "eps"_a, "momentum"_a);
@@ -96,8 +104,8 @@ void bind_structs(nb::module_& m) {
                Address counts, Address output, Address mask, Address kept, Address step, Address centre) {
                 new (made) BatchMade{a, b, mean, invstd, peak, values, scale, counts, output, mask, kept, step, centre};
             },
-            nb::kw_only(), "a"_a, "b"_a, "mean"_a, "invstd"_a, "peak"_a, "values"_a, "scale"_a, "counts"_a, "output"_a, "mask"_a,
-            "kept"_a, "step"_a, "centre"_a);
+            nb::kw_only(), "a"_a, "b"_a, "mean"_a, "invstd"_a, "peak"_a, "values"_a, "scale"_a, "counts"_a, "output"_a,
+            "mask"_a, "kept"_a, "step"_a, "centre"_a);
     nb::class_<Backward>(m, "Backward")
         .def("__init__", &make_backward, nb::kw_only(), "rows"_a, "channels"_a, "gate"_a, "kept"_a, "g"_a, "x"_a, "step"_a,
              "centre"_a, "a"_a, "b"_a, "mask"_a, "p"_a, "q"_a, "r"_a);

@@ -68,29 +68,29 @@ constexpr f32 kLn2High = 0.693359375f, kLn2Low = -2.12194440054690583e-4f;
 constexpr f32 kExp2 = 0.499992311000824f, kExp3 = 0.16667115688323975f;
 constexpr f32 kExp4 = 0.04189033433794975f, kExp5 = 0.008312501944601536f;
 
-#define BYTEBACK_NORM_FUNCTIONS                                                                                              \
-    /* Per channel Σx, Σx² (ordered sums), min x and max x (NaN if any element is). */                                       \
-    void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* squares, f32* low, f32* high, int threads);    \
-    f32 normalize_peak(const Forward&, int threads);                                                                         \
-    Report normalize(const Forward&, const Outcome&, int threads);                                                           \
-    /* Per channel Σgm, Σ gm·x and Σgm² (ordered sums); the last of them, and gm itself, where their places are not null. */ \
-    void normalize_grad_sums(const Backward&, f64* total, f64* dot, f64* squares, f32* masked, int threads);                 \
-    void normalize_grad(const Backward&, f32* dx, int threads);                                                              \
-    Report normalize_grad_quantize(const Backward&, f32 clip, Noise, s8* values, int threads);                               \
-    /* Per channel max|dx| (NaN if any element is), how many |dx| exceed each[c], and how many exceed `all`. */              \
-    void normalize_grad_tails(const Backward&, const f32* each, f32 all, f32* peak, s64* over_each, s64* over_all,           \
-                              int threads);                                                                                  \
-    /* Per channel, how many |x| exceed each[c], and how many exceed `all`. */                                               \
-    void tail_count_pair(s64 rows, s64 channels, const f32* x, const f32* each, f32 all, s64* over_each, s64* over_all,      \
-                         int threads);                                                                                       \
-    /* Two int8 copies with the same noise: by one clip (none where by_tensor is null), and by a clip per channel. Both      \
-       reports have the same peak. */                                                                                        \
-    void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* clips, Noise, s8* by_tensor,               \
-                       s8* by_channel, Report reports[2], int threads);                                                      \
-    /* The same of dx, which is never written. */                                                                            \
-    void normalize_grad_quantize_pair(const Backward&, f32 clip, const f32* clips, Noise, s8* by_tensor, s8* by_channel,     \
-                                      Report reports[2], int threads);                                                       \
-    /* x as it is kept for backward, by itself. */                                                                           \
+#define BYTEBACK_NORM_FUNCTIONS                                                                                                \
+    /* Per channel Σx, Σx² (ordered sums), min x and max x (NaN if any element is). */                                         \
+    void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* squares, f32* low, f32* high, int threads);      \
+    f32 normalize_peak(const Forward&, int threads);                                                                           \
+    Report normalize(const Forward&, const Outcome&, int threads);                                                             \
+    /* Per channel Σgm, Σ gm·x and Σgm² (ordered sums); the last of them, and gm itself, where their places are not null. */   \
+    void normalize_grad_sums(const Backward&, f64* total, f64* dot, f64* squares, f32* masked, int threads);                   \
+    void normalize_grad(const Backward&, f32* dx, int threads);                                                                \
+    Report normalize_grad_quantize(const Backward&, f32 clip, Noise, s8* values, int threads);                                 \
+    /* Per channel max|dx| (NaN if any element is), how many |dx| exceed each[c], and how many exceed `all`. */                \
+    void normalize_grad_tails(const Backward&, const f32* each, f32 all, f32* peak, s64* over_each, s64* over_all,             \
+                              int threads);                                                                                    \
+    /* Per channel, how many |x| exceed each[c], and how many exceed `all`. */                                                 \
+    void tail_count_pair(s64 rows, s64 channels, const f32* x, const f32* each, f32 all, s64* over_each, s64* over_all,        \
+                         int threads);                                                                                         \
+    /* Two int8 copies with the same noise: by one clip (none where by_tensor is null), and by a clip per channel. */          \
+    /* Both reports have the same peak. */                                                                                     \
+    void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* clips, Noise, s8* by_tensor, s8* by_channel, \
+                       Report reports[2], int threads);                                                                        \
+    /* The same of dx, which is never written. */                                                                              \
+    void normalize_grad_quantize_pair(const Backward&, f32 clip, const f32* clips, Noise, s8* by_tensor, s8* by_channel,       \
+                                      Report reports[2], int threads);                                                         \
+    /* x as it is kept for backward, by itself. */                                                                             \
     void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome&, int threads);
 
 namespace generic {

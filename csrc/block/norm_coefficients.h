@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The arithmetic of a norm per channel (ops/coefficients.py has the formulas and the reference): a few hundred float64
-// operations, which as PyTorch calls would take longer than a small layer's pass. One version serves every path.
+// operations, which as PyTorch calls would take longer than a small layer's pass. All paths share it.
 #pragma once
 
 #include "core/types.h"
@@ -8,14 +8,14 @@
 namespace byteback {
 
 struct NormInput {
-    s64 channels, count;                // count: pixels
-    const f64 *total, *squares;         // sums of each channel
-    const f32 *low, *high;              // its extremes
-    const f32 *gamma, *beta, *bias;     // null where there is none; bias is the convolution's
+    s64 channels, count;             // count: pixels
+    const f64 *total, *squares;      // sums of each channel
+    const f32 *low, *high;           // its extremes
+    const f32 *gamma, *beta, *bias;  // null where there is none; bias is the convolution's
     f64 eps, momentum;
-    f32 *running_mean, *running_var;    // null where they are not tracked
-    f32 ceiling;                        // of the activation: 6 or infinity
-    bool floor;                         // whether the activation cuts at 0
+    f32 *running_mean, *running_var;  // null where they are not tracked
+    f32 ceiling;                      // of the activation: 6 or infinity
+    bool floor;                       // whether the activation cuts at 0
 };
 
 struct NormOutput {

@@ -162,9 +162,11 @@ void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* square
 }
 
 f32 normalize_peak(const Forward& f, int threads) {
-    return each_element(f.rows, f.channels, threads, [&](s64 row, s64 c, Report& seen) {
-        seen.peak = larger(seen.peak, std::fabs(activate(f.activation, forward_z(f, row * f.channels + c, c))));
-    }).peak;
+    const auto see = [&](s64 row, s64 c, Report& seen) {
+        const f32 z = forward_z(f, row * f.channels + c, c);
+        seen.peak = larger(seen.peak, std::fabs(activate(f.activation, z)));
+    };
+    return each_element(f.rows, f.channels, threads, see).peak;
 }
 
 Report normalize(const Forward& f, const Outcome& to, int threads) {
@@ -190,14 +192,12 @@ void normalize_grad_sums(const Backward& b, f64* total, f64* dot, f64* squares, 
             return g * g;
         });
     if (masked)
-        each_element(b.rows, b.channels, threads, [&](s64 row, s64 c, Report&) {
-            masked[row * b.channels + c] = masked_gradient(b, row, c);
-        });
+        each_element(b.rows, b.channels, threads,
+                     [&](s64 row, s64 c, Report&) { masked[row * b.channels + c] = masked_gradient(b, row, c); });
 }
 
 void normalize_grad(const Backward& b, f32* dx, int threads) {
-    each_element(b.rows, b.channels, threads,
-                 [&](s64 row, s64 c, Report&) { dx[row * b.channels + c] = gradient(b, row, c); });
+    each_element(b.rows, b.channels, threads, [&](s64 row, s64 c, Report&) { dx[row * b.channels + c] = gradient(b, row, c); });
 }
 
 Report normalize_grad_quantize(const Backward& b, f32 clip, Noise noise, s8* values, int threads) {
@@ -231,8 +231,8 @@ void tail_count_pair(s64 rows, s64 channels, const f32* x, const f32* each, f32 
     });
 }
 
-void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* clips, Noise noise, s8* by_tensor,
-                   s8* by_channel, Report reports[2], int threads) {
+void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* clips, Noise noise, s8* by_tensor, s8* by_channel,
+                   Report reports[2], int threads) {
     const Rows all{1, rows, channels, 0, channels, 1};
     reports[1] = quantize(all, x, PerScale{clips, 0, 1}, noise, by_channel, threads);
     reports[0] = {0, reports[1].nonfinite, reports[1].peak};
@@ -253,9 +253,8 @@ void normalize_grad_quantize_pair(const Backward& b, f32 clip, const f32* clips,
 }
 
 void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome& to, int threads) {
-    each_element(rows, channels, threads, [&](s64 row, s64 c, Report&) {
-        keep(to, x[row * channels + c], row * channels + c, c);
-    });
+    each_element(rows, channels, threads,
+                 [&](s64 row, s64 c, Report&) { keep(to, x[row * channels + c], row * channels + c, c); });
 }
 
 }  // namespace byteback::generic

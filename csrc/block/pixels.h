@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every stride-th pixel of a channels-last image, and the gradient of that: a pool of single pixels, which is how a residual
-// network skips pixels beside a strided convolution (ops/pixels.py). Numbers are only moved, so one version serves every path.
+// network skips pixels beside a strided convolution (ops/pixels.py). Numbers are only moved, so all paths share it.
 #pragma once
 
 #include "core/types.h"

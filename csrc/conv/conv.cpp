@@ -14,7 +14,7 @@ namespace byteback {
 
 namespace {
 
-// By a vector kernel: its name, or null where none serves.
+// By a vector kernel: its name, or null where there is none.
 const char* vector_output(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads,
                           const Epilogue* finish) {
 #ifdef BYTEBACK_AVX2
@@ -29,7 +29,9 @@ const char* vector_output(Path path, const ConvShape& s, const s8* x, const s8* 
         }
 #ifdef BYTEBACK_AVX512VNNI
         case Algorithm::gemm_vnni: avx512vnni::gemm_output(s, x, w, factor, y, threads, finish); return "avx512vnni/gemm_s8";
-        case Algorithm::winograd_vnni: avx512vnni::winograd_output(s, x, w, factor, y, threads, finish); return "avx512vnni/winograd";
+        case Algorithm::winograd_vnni:
+            avx512vnni::winograd_output(s, x, w, factor, y, threads, finish);
+            return "avx512vnni/winograd";
 #endif
         default: break;
     }
@@ -54,7 +56,7 @@ const char* conv_finished(Path path, const ConvShape& s, const s8* x, const s8* 
 #ifdef BYTEBACK_AVX2
 namespace {
 
-constexpr s64 kCountedBytes = 8 << 20;      // of an output that does not wait in the caches for its next reader
+constexpr s64 kCountedBytes = 8 << 20;    // of an output that does not wait in the caches for its next reader
 constexpr s64 kTwoRowsBytes = 512 << 10;  // of an image: a depthwise kernel collects two rows of it
 
 bool gives_whole_rows(const ConvShape& s, Algorithm algorithm) {
@@ -101,7 +103,9 @@ const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8
         case Algorithm::gemm: avx2::gemm_grad_input(s, g, w, factor, dx, threads); return "avx2/gemm_s16";
 #ifdef BYTEBACK_AVX512VNNI
         case Algorithm::gemm_vnni: avx512vnni::gemm_grad_input(s, g, w, factor, dx, threads); return "avx512vnni/gemm_s8";
-        case Algorithm::winograd_vnni: avx512vnni::winograd_grad_input(s, g, w, factor, dx, threads); return "avx512vnni/winograd";
+        case Algorithm::winograd_vnni:
+            avx512vnni::winograd_grad_input(s, g, w, factor, dx, threads);
+            return "avx512vnni/winograd";
 #endif
         default: break;
     }
@@ -123,7 +127,9 @@ const char* conv_grad_weight(Path path, const ConvShape& s, const s8* g, const s
         }
 #ifdef BYTEBACK_AVX512VNNI
         case Algorithm::gemm_vnni: avx512vnni::gemm_grad_weight(s, g, x, factor, dw, threads); return "avx512vnni/gemm_s8";
-        case Algorithm::winograd_vnni: avx512vnni::winograd_grad_weight(s, g, x, factor, dw, threads); return "avx512vnni/winograd";
+        case Algorithm::winograd_vnni:
+            avx512vnni::winograd_grad_weight(s, g, x, factor, dw, threads);
+            return "avx512vnni/winograd";
 #endif
         default: break;
     }

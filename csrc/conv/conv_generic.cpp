@@ -19,9 +19,7 @@ struct Index3 {
     s64 d, h, w;
 };
 
-Index3 split(s64 flat, const s64 (&size)[3]) {
-    return {flat / (size[1] * size[2]), flat / size[2] % size[1], flat % size[2]};
-}
+Index3 split(s64 flat, const s64 (&size)[3]) { return {flat / (size[1] * size[2]), flat / size[2] % size[1], flat % size[2]}; }
 
 // The input pixel that output pixel o meets under tap t, or -1 in the padding.
 s64 input_pixel(const ConvShape& s, Index3 o, Index3 t) {
@@ -87,8 +85,7 @@ void conv_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor
                 for (s64 c = 0; c < C; ++c) row[c] += s32{a[k]} * s32{b[c]};
             }
         }
-        for (s64 c = 0; c < s.in_channels; ++c)
-            dx[pixel * s.in_channels + c] = static_cast<f32>(sum[c]) * factor.at(n, c);
+        for (s64 c = 0; c < s.in_channels; ++c) dx[pixel * s.in_channels + c] = static_cast<f32>(sum[c]) * factor.at(n, c);
     });
 }
 

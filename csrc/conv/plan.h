@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The planner: which algorithm serves a product of a given shape on a given path, and why. One readable place.
+// The planner: which algorithm is used for a product of a given shape on a given path, and why. One readable place.
 #pragma once
 
 #include "core/path.h"
@@ -12,7 +12,7 @@ enum class Algorithm { direct, gemm, gemm_vnni, winograd, winograd_vnni, depthwi
 
 struct Plan {
     Algorithm algorithm;
-    bool wants_sign;     // whether it pays to find out that no input is negative: then u8·s8 multiplies serve
+    bool wants_sign;     // whether it pays to find out that no input is negative: then u8·s8 multiplies are exact
     const char* reason;  // one sentence for `byteback bench kernels --explain`
 };
 

@@ -35,8 +35,8 @@ std::string differs(Path path, const ConvShape& s, const char* name, Product pro
 std::string check_case(Path path, const Case& c) {
     const s64 out = (c.size + 2 * c.padding - c.kernel) / c.stride + 1, k = c.kernel;
     const s64 n = c.size, step = c.stride, pad = c.padding;
-    const ConvShape s{c.batch,     c.in,         c.out,         c.groups,    {1, n, n}, {1, k, k},
-                      {1, out, out}, {1, step, step}, {0, pad, pad}, {1, 1, 1}};
+    const ConvShape s{c.batch,   c.in,          c.out,           c.groups,      {1, n, n},
+                      {1, k, k}, {1, out, out}, {1, step, step}, {0, pad, pad}, {1, 1, 1}};
     u32 state = 1;
     std::vector<s8> x(static_cast<size_t>(s.batch * s.in_pixels() * s.in_channels));
     std::vector<s8> w(static_cast<size_t>(s.out_channels * s.taps() * s.group_in()));
@@ -49,7 +49,8 @@ std::string check_case(Path path, const Case& c) {
     return found;
 }
 
-// A product of operands that are -127 and 127 throughout, whose one result sums all of them: no other path need be asked for it.
+// A product of operands that are -127 and 127 throughout, whose one result sums all of them: no other path need be asked for
+// it.
 std::string check_deep(Path path, const ConvShape& s, const char* name, Product product, s64 depth) {
     const f32 one = 1.0f;
     f32 got = 0.0f;
@@ -59,8 +60,8 @@ std::string check_deep(Path path, const ConvShape& s, const char* name, Product 
     return std::string(name) + " by " + kernel + " is wrong where the sum is " + std::to_string(depth) + " deep";
 }
 
-// Sums where an int32 ends. Three taps of 44 381 channels just fit (counted in whole vectors, as a kernel may, they do not); with
-// one channel more they do not.
+// Sums where an int32 ends. Three taps of 44 381 channels just fit (counted in whole vectors, as a kernel may, they do not);
+// with one channel more they do not.
 std::string check_depths(Path path) {
     const s64 C = kInt32Depth / 3, D = C + 1;
     const ConvShape fits{1, C, 1, 1, {1, 1, 3}, {1, 1, 3}, {1, 1, 1}, {1, 1, 1}, {0, 0, 0}, {1, 1, 1}};
@@ -75,7 +76,7 @@ std::string check_depths(Path path) {
 }  // namespace
 
 std::string self_check(Path path) {
-    // A wide 1x1, odd sizes with a stride and padding, groups, and what Winograd serves.
+    // A wide 1x1, odd sizes with a stride and padding, groups, and what Winograd is used for.
     for (const Case& c : {Case{1, 64, 32, 1, 5, 1, 1, 0}, Case{2, 5, 19, 1, 7, 3, 2, 1}, Case{1, 12, 6, 2, 4, 2, 1, 0},
                           Case{2, 37, 20, 1, 6, 3, 1, 1}}) {
         const std::string found = check_case(path, c);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A start-up test of a path on the machine at hand: small products, compared with the generic path bit for bit, and sums as deep
-// as an int32 holds, whose outcome is known.
+// A start-up test of a path on the machine at hand: small products, compared with the generic path bit for bit, and sums as
+// deep as an int32 holds, whose outcome is known.
 #pragma once
 
 #include <string>

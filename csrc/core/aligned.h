@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory aligned to 64 bytes: what the pool lends in small pieces, and what kernels work in.
 //
-// In the build of `make sanitize` (BYTEBACK_SANITIZE) each piece is one of malloc's with exactly as many bytes as were asked for, and
-// nothing is used again: only then does the sanitizer see an access beyond the end, or one after the piece was given back.
+// In the build of `make sanitize` (BYTEBACK_SANITIZE) each piece is one of malloc's with exactly as many bytes as were asked
+// for, and nothing is used again: only then does the sanitizer see an access beyond the end, or one after the piece was given
+// back.
 #pragma once
 
 #include <cstdlib>

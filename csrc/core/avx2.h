@@ -11,12 +11,14 @@ struct Epilogue;  // epilogue.h
 
 namespace byteback::avx2 {
 
-// Implicit GEMM, any convolution (gemm_avx2.cpp). `nonnegative`: no value of x is negative, so u8·s8 multiplies serve.
-void gemm_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, bool nonnegative, int threads, const Epilogue* finish = nullptr);
+// Implicit GEMM, any convolution (gemm_avx2.cpp). `nonnegative`: no value of x is negative, so u8·s8 multiplies are exact.
+void gemm_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, bool nonnegative, int threads,
+                 const Epilogue* finish = nullptr);
 void gemm_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
 void gemm_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, bool nonnegative, int threads);
 
-// Exact integer Winograd F(4x4,3x3): kernels of 3x3 in space and any number of time taps, stride and dilation 1 (winograd_avx2.cpp).
+// Exact integer Winograd F(4x4,3x3): kernels of 3x3 in space and any number of time taps, stride and dilation 1
+// (winograd_avx2.cpp).
 bool winograd_fits(const ConvShape&);
 void winograd_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads, const Epilogue* finish = nullptr);
 void winograd_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
@@ -24,7 +26,8 @@ void winograd_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f3
 
 // One input channel per output channel: groups == C == K (depthwise_avx2.cpp).
 bool depthwise_fits(const ConvShape&);
-void depthwise_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads, const Epilogue* finish = nullptr);
+void depthwise_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads,
+                      const Epilogue* finish = nullptr);
 void depthwise_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
 void depthwise_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The AVX-512 VNNI path: the matrix products and Winograd, by instructions that multiply and add in one. Everything else is the AVX2 path's.
+// The AVX-512 VNNI path: the matrix products and Winograd, by instructions that multiply and add in one. Everything else is the
+// AVX2 path's.
 #pragma once
 
 #include "core/types.h"

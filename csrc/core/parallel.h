@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Threads and scratch memory, the two things that every kernel needs from the machine.
 //
-// The indices 0..count-1 are handed out in contiguous ranges, one per thread, so that a thread meets in one pass what it wrote in
-// the pass before. With parallel_ranges which thread does what is fixed. With the others a thread that is through takes some of
-// what another has not begun: a core that a neighbour slows down would else keep all waiting at every kernel's end.
-// With one thread no OpenMP region is entered: libgomp can deadlock in a child of fork.
-// Scratch memory belongs to a thread, grows to what was asked for and is kept for the next call, within a bound.
+// The indices 0..count-1 are handed out in contiguous ranges, one per thread, so that a thread meets in one pass what it wrote
+// in the pass before. With parallel_ranges which thread does what is fixed. With the others a thread that is through takes some
+// of what another has not begun: a core that a neighbour slows down would else keep all waiting at every kernel's end. With one
+// thread no OpenMP region is entered: libgomp can deadlock in a child of fork. Scratch memory belongs to a thread, grows to
+// what was asked for and is kept for the next call, within a bound.
 #pragma once
 
 #include <omp.h>
@@ -42,7 +42,8 @@ public:
     Shares(int threads, s64 count) : step_((count >> 31) + 1), count_(count), ranges_(static_cast<size_t>(threads)) {
         const s64 steps = ceil_div(count, step_);
         least_ = steps / (threads * 32) + 1;
-        for (s64 i = 0; i < threads; ++i) ranges_[static_cast<size_t>(i)].ends = pack(steps * i / threads, steps * (i + 1) / threads);
+        for (s64 i = 0; i < threads; ++i)
+            ranges_[static_cast<size_t>(i)].ends = pack(steps * i / threads, steps * (i + 1) / threads);
     }
 
     // Some indices that nobody has begun, first of all of the thread's own; false when there are none.
@@ -67,7 +68,8 @@ private:
             const s64 first = static_cast<s64>(now & 0xFFFFFFFFu), last = static_cast<s64>(now >> 32), left = last - first;
             if (left <= 0) return false;
             const s64 most = (left + 1) / 2 > least_ ? (left + 1) / 2 : least_, n = most < left ? most : left;
-            if (!ends.compare_exchange_weak(now, front ? pack(first + n, last) : pack(first, last - n), std::memory_order_relaxed))
+            if (!ends.compare_exchange_weak(now, front ? pack(first + n, last) : pack(first, last - n),
+                                            std::memory_order_relaxed))
                 continue;
             begin = (front ? first : last - n) * step_;
             end = begin + n * step_ < count_ ? begin + n * step_ : count_;

@@ -109,7 +109,8 @@ private:
         while (idle_ > target) {
             auto oldest = shelves_.end();
             for (auto at = shelves_.begin(); at != shelves_.end(); ++at)
-                if (!at->second.blocks.empty() && (oldest == shelves_.end() || at->second.asked < oldest->second.asked)) oldest = at;
+                if (!at->second.blocks.empty() && (oldest == shelves_.end() || at->second.asked < oldest->second.asked))
+                    oldest = at;
             std::vector<Idle>& blocks = oldest->second.blocks;
             while (!blocks.empty() && idle_ > target) {
                 munmap(blocks.back().memory, oldest->first);
@@ -117,7 +118,8 @@ private:
                 blocks.pop_back();
             }
         }
-        for (auto at = shelves_.begin(); target == 0 && at != shelves_.end();) at = at->second.blocks.empty() ? shelves_.erase(at) : ++at;
+        for (auto at = shelves_.begin(); target == 0 && at != shelves_.end();)
+            at = at->second.blocks.empty() ? shelves_.erase(at) : ++at;
     }
 
     std::mutex lock_;

@@ -22,8 +22,8 @@ struct PoolSizes {
 // Smaller blocks are left to malloc, which keeps them itself.
 constexpr size_t kSmallestBlock = size_t{1} << 20;
 
-// A block of at least `bytes` bytes, aligned to 64, its contents whatever was there. From now on at most `limit` bytes lie idle:
-// beyond them the sizes that were not asked for longest go back to the system.
+// A block of at least `bytes` bytes, aligned to 64, its contents whatever was there. From now on at most `limit` bytes lie
+// idle: beyond them the sizes that were not asked for longest go back to the system.
 Block pool_lend(size_t bytes, size_t limit);
 void pool_give_back(Block block);
 

@@ -25,8 +25,8 @@ constexpr s64 kInt32Depth = 2147483647LL / (kMax * kMax);  // the deepest sum th
 
 // A convolution. Index 0, 1, 2 of the arrays is depth (time), height, width.
 struct ConvShape {
-    s64 batch;       // N
-    s64 in_channels; // C, of all groups together
+    s64 batch;        // N
+    s64 in_channels;  // C, of all groups together
     s64 out_channels;
     s64 groups;
     s64 in[3];

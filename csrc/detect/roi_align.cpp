@@ -96,7 +96,8 @@ void roi_align(const RoiShape& s, const f32* input, const f32* rois, f32* output
                     std::fill(out, out + s.channels, 0.0f);
                     for (const Tap* y = box.y.begin(by); y != box.y.end(by); ++y)
                         for (const Tap* x = box.x.begin(bx); x != box.x.end(bx); ++x)
-                            add_scaled(s.channels, y->weight * x->weight, image + (y->pixel * s.width + x->pixel) * s.channels, out);
+                            add_scaled(s.channels, y->weight * x->weight, image + (y->pixel * s.width + x->pixel) * s.channels,
+                                       out);
                 }
         }
     });

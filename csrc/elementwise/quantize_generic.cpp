@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantize and its statistics as a textbook would write them; src/byteback/ops/{reference,statistics,noise}.py in C++.
 //
-// Statistics are made of blocks of 64 rows, as the contract adds them (contract.h): `per_block` makes a number of each, and the callers
-// join them.
+// Statistics are made of blocks of 64 rows, as the contract adds them (contract.h): `per_block` makes a number of each, and the
+// callers join them.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -38,7 +38,8 @@ std::vector<T> per_block(const Rows& rows, int threads, const OfBlock& of_block)
     std::vector<T> result(blocks * rows.channels);
     parallel_for(threads, blocks * rows.channels, [&](s64 item) {
         const s64 first = item / rows.channels * kStatisticsBlock, left = rows.count() - first;
-        result[item] = of_block(Place::of(rows, first, item % rows.channels), left < kStatisticsBlock ? left : kStatisticsBlock);
+        result[item] =
+            of_block(Place::of(rows, first, item % rows.channels), left < kStatisticsBlock ? left : kStatisticsBlock);
     });
     return result;
 }
@@ -95,9 +96,8 @@ Report quantize(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* 
 }
 
 void absmax(const Rows& rows, const f32* x, f32* per_channel, int threads) {
-    const auto blocks = folded_blocks(rows, 0.0f, threads, [&](f32 peak, const Place& at) {
-        return larger(peak, std::fabs(x[at.offset(rows)]));
-    });
+    const auto blocks = folded_blocks(rows, 0.0f, threads,
+                                      [&](f32 peak, const Place& at) { return larger(peak, std::fabs(x[at.offset(rows)])); });
     for (s64 c = 0; c < rows.channels; ++c) per_channel[c] = 0.0f;
     for (size_t i = 0; i < blocks.size(); ++i) {
         f32& peak = per_channel[i % rows.channels];
@@ -166,9 +166,8 @@ void cosine_slope_terms(const Rows& rows, const f32* x, f32 clip, f64* terms, in
     const auto beyond = [&](const Place& at) { return std::fabs(x[at.offset(rows)]) > clip; };
     const auto value = [&](const Place& at) { return f64{x[at.offset(rows)]}; };
     const f64 square = tensor_sum(rows, threads, [&](const Place& at) { return beyond(at) ? value(at) * value(at) : 0.0; });
-    const f64 product = tensor_sum(rows, threads, [&](const Place& at) {
-        return beyond(at) ? value(at) * nearest(x[at.offset(rows)], clip) : 0.0;
-    });
+    const f64 product = tensor_sum(
+        rows, threads, [&](const Place& at) { return beyond(at) ? value(at) * nearest(x[at.offset(rows)], clip) : 0.0; });
     slope_terms(clip, square, product, terms);
 }
 

@@ -15,7 +15,6 @@ constexpr s64 kUnitWork = 1 << 13;   // elements of a unit of work, roughly
 constexpr s64 kPeriod = 1 << 10;     // elements of the rows that are taken together
 constexpr s64 kTile = 1 << 11;       // channels of a tile
 
-
 // dot_terms where a channel has one scale: it is taken out of the sums of x·q and q·q.
 inline void scale_dots(PerScale scale, s64 channels, f64* products, f64* squares) {
     for (s64 c = 0; c < channels; ++c) {

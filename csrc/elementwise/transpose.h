@@ -13,8 +13,8 @@
 namespace byteback {
 namespace {
 
-constexpr s64 kTransposeBlock = 64;           // rows and columns of a block
-constexpr s64 kTransposeSmall = s64{1} << 15; // bytes below which a second thread costs more than it saves
+constexpr s64 kTransposeBlock = 64;            // rows and columns of a block
+constexpr s64 kTransposeSmall = s64{1} << 15;  // bytes below which a second thread costs more than it saves
 
 // The place of a block: `rows` x `columns` elements from `from`, whose rows lie `from_stride` apart, to `to`.
 template <class T>
@@ -25,7 +25,8 @@ struct TransposeBlock {
     s64 rows, columns;
 
     TransposeBlock part(s64 row, s64 column, s64 some_rows, s64 some_columns) const {
-        return {from + row * from_stride + column, to + column * to_stride + row, from_stride, to_stride, some_rows, some_columns};
+        return {
+            from + row * from_stride + column, to + column * to_stride + row, from_stride, to_stride, some_rows, some_columns};
     }
 };
 

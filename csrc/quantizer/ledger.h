@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The small change of a training step, which as PyTorch calls would take longer than a small layer: the key of a gradient's
-// noise, and what a quantizer writes down (ops/noise.py and ops/ledger.py are the reference). One version serves every path.
+// noise, and what a quantizer writes down (ops/noise.py and ops/ledger.py are the reference). All paths share it.
 #pragma once
 
 #include <array>

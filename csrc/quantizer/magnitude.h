@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Magnitude-aware clips from a gradient's statistics (ops/magnitude.py has the rule and the reference): a little arithmetic per
-// channel, which as PyTorch calls would take longer than counting a small layer's tails. One version serves every path.
+// channel, which as PyTorch calls would take longer than counting a small layer's tails. All paths share it.
 #pragma once
 
 #include "core/types.h"
@@ -23,6 +23,7 @@ f32 largest(const f32* peak, s64 channels);
 
 // clips[c] from max|g| and how many of `count` |g| lie in the tail; `before` is null for the first time. Returns the share of
 // channels that counted as Gaussian.
-f64 choose_clips(const MagnitudeRule&, s64 channels, const f32* peak, const s64* tail, s64 count, const f32* before, f32* clips);
+f64 choose_clips(const MagnitudeRule&, s64 channels, const f32* peak, const s64* tail, s64 count, const f32* before,
+                 f32* clips);
 
 }  // namespace byteback

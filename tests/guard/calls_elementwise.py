@@ -114,9 +114,24 @@ def noise_key(arena: Arena, path: int, threads: int) -> None:
 
 def write_ledger(arena: Arena, path: int, threads: int) -> None:
     for channels, clips in ((1, 1), (5, 5), (1, 7), (5, 1)):
-        rows = arena.room(channels), arena.room(1), arena.room(1, int64), arena.room(4), arena.room(channels), arena.room(1)
-        given = (arena.positive(clips), clips, arena.positive(channels), channels, 41)
-        library.write_ledger((*rows, channels), given, (0.1, float("nan"), 0.3), 0.1)
+        library.write_ledger(
+            clip=arena.room(channels),
+            initialized=arena.room(1),
+            updated_at=arena.room(1, int64),
+            observed=arena.room(4),
+            tracked=arena.room(channels),
+            seen=arena.room(1),
+            channels=channels,
+            used=arena.positive(clips),
+            used_count=clips,
+            remembered=arena.positive(channels),
+            remembered_count=channels,
+            iteration=41,
+            saturated=0.1,
+            deviation=float("nan"),
+            own=0.3,
+            momentum=0.1,
+        )
 
 
 def _pixels() -> Iterator[tuple[Any, int, int]]:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of OpenMP that csrc/core/parallel.h uses, by std::thread. ThreadSanitizer knows how those are started and joined; gcc's own
-// libgomp is not instrumented, and ThreadSanitizer would report a race wherever it hands work over. The driver is linked with this
-// instead of libgomp.
+// The part of OpenMP that csrc/core/parallel.h uses, by std::thread. ThreadSanitizer knows how those are started and joined;
+// gcc's own libgomp is not instrumented, and ThreadSanitizer would report a race wherever it hands work over. The driver is
+// linked with this instead of libgomp.
 #include <thread>
 #include <vector>
 
@@ -31,5 +31,4 @@ void GOMP_parallel(void (*body)(void*), void* data, unsigned count, unsigned) {
     own_number = number;
     own_count = threads;
 }
-
 }

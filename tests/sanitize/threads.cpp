@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels without Python, called from several threads at once, each with several threads of its own. ThreadSanitizer watches
-// for races; what each call writes must be the bits that one thread alone wrote. sanitize/threads.py builds and runs it.
+// The kernels without Python, called from several threads at once, each with several threads of its own. ThreadSanitizer
+// watches for races; what each call writes must be the bits that one thread alone wrote. sanitize/threads.py builds and runs
+// it.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -82,7 +83,15 @@ struct Call {
 
 ConvShape convolution(s64 batch, s64 in, s64 out, s64 groups, s64 size, s64 kernel, s64 stride, s64 padding) {
     const s64 made = (size + 2 * padding - kernel) / stride + 1;
-    return {batch, in, out, groups, {1, size, size}, {1, kernel, kernel}, {1, made, made}, {1, stride, stride}, {0, padding, padding},
+    return {batch,
+            in,
+            out,
+            groups,
+            {1, size, size},
+            {1, kernel, kernel},
+            {1, made, made},
+            {1, stride, stride},
+            {0, padding, padding},
             {1, 1, 1}};
 }
 
@@ -92,10 +101,13 @@ struct Named {
 };
 
 std::vector<Named> convolutions() {
-    return {{"pointwise", convolution(4, 40, 50, 1, 13, 1, 1, 0)},   {"stride", convolution(3, 20, 30, 1, 17, 3, 2, 1)},
+    return {{"pointwise", convolution(4, 40, 50, 1, 13, 1, 1, 0)},
+            {"stride", convolution(3, 20, 30, 1, 17, 3, 2, 1)},
             {"stride beyond the kernel", convolution(3, 9, 30, 1, 17, 1, 2, 0)},
-            {"winograd", convolution(3, 24, 30, 1, 14, 3, 1, 1)},    {"groups", convolution(2, 24, 36, 3, 11, 3, 1, 1)},
-            {"depthwise", convolution(3, 40, 40, 40, 14, 3, 1, 1)},  {"depthwise, stride", convolution(3, 40, 40, 40, 15, 5, 2, 2)},
+            {"winograd", convolution(3, 24, 30, 1, 14, 3, 1, 1)},
+            {"groups", convolution(2, 24, 36, 3, 11, 3, 1, 1)},
+            {"depthwise", convolution(3, 40, 40, 40, 14, 3, 1, 1)},
+            {"depthwise, stride", convolution(3, 40, 40, 40, 15, 5, 2, 2)},
             {"wide kernel", convolution(2, 8, 16, 1, 13, 7, 1, 3)}};
 }
 
@@ -138,7 +150,8 @@ void add_finished(Path path, std::vector<Call>& calls) {
                              Room<f32> y(rows * channels);
                              Room<s8> q(rows * channels);
                              const f32* vectors = given().positive.data();
-                             const Forward from{rows, channels, nullptr, vectors, vectors + channels, nullptr, nullptr, 0.0f, Activation::relu};
+                             const Forward from{rows,    channels, nullptr, vectors,         vectors + channels,
+                                                nullptr, nullptr,  0.0f,    Activation::relu};
                              const Outcome to{y, nullptr, q, 900.0f, nullptr, Stored::f32, nullptr, nullptr, channels};
                              struct Context {
                                  Path path;
@@ -150,8 +163,8 @@ void add_finished(Path path, std::vector<Call>& calls) {
                                  [](const Epilogue& finish, void* given_context) {
                                      const Context& c = *static_cast<Context*>(given_context);
                                      const s8* operand = given().bytes.data();
-                                     conv_finished(c.path, c.shape, operand, operand + (1 << 19), {given().positive.data(), 0, 1}, finish,
-                                                   c.threads);
+                                     conv_finished(c.path, c.shape, operand, operand + (1 << 19),
+                                                   {given().positive.data(), 0, 1}, finish, c.threads);
                                  },
                                  &context);
                              Bytes all;
@@ -167,8 +180,8 @@ void add_finished(Path path, std::vector<Call>& calls) {
                          Room<f32> y(s.out_pixels() * s.out_channels), low(s.out_channels), high(s.out_channels);
                          Room<f64> total(s.out_channels), squares(s.out_channels);
                          const s8* operand = given().bytes.data();
-                         conv_counted(path, s, operand, operand + (1 << 19), {given().positive.data(), 0, 1}, y, {total, squares, low, high},
-                                      threads);
+                         conv_counted(path, s, operand, operand + (1 << 19), {given().positive.data(), 0, 1}, y,
+                                      {total, squares, low, high}, threads);
                          Bytes all;
                          total.add_to(all), squares.add_to(all), low.add_to(all), high.add_to(all), y.add_to(all);
                          return all;
@@ -181,7 +194,8 @@ void add_finished(Path path, std::vector<Call>& calls) {
 
 void add_statistics(Path path, std::vector<Call>& calls) {
     const f32 *x = given().floats.data(), *clips = given().positive.data();
-    for (const Rows& rows : {Rows{1, 3000, 33, 0, 33, 1}, Rows{4, 700, 40, 28000, 40, 1}, Rows{4, 700, 40, 28000, 1, 700}, Rows{1, 30, 3000, 0, 3000, 1}}) {
+    for (const Rows& rows : {Rows{1, 3000, 33, 0, 33, 1}, Rows{4, 700, 40, 28000, 40, 1}, Rows{4, 700, 40, 28000, 1, 700},
+                             Rows{1, 30, 3000, 0, 3000, 1}}) {
         const s64 count = rows.count() * rows.channels, channels = rows.channels;
         for (const bool stochastic : {false, true})
             calls.push_back({"quantize", [=](int threads) {
@@ -236,12 +250,20 @@ void add_forward(Path path, std::vector<Call>& calls) {
     const s64 rows = 1500, channels = 33, count = rows * channels;
     for (const Activation activation : {Activation::relu, Activation::silu})
         calls.push_back({"normalize", [=](int threads) {
-                             const Forward from{rows, channels, x, vectors, vectors + channels, x + count, nullptr, 0.0f, activation};
+                             const Forward from{rows,      channels, x,    vectors,   vectors + channels,
+                                                x + count, nullptr,  0.0f, activation};
                              Room<f32> output(count);
                              Room<u8> mask(rows * mask_width(channels));
                              Room<s8> values(count), kept(count);
-                             const Outcome to{output, activation == Activation::silu ? nullptr : static_cast<u8*>(mask), values, 2.0f,
-                                              static_cast<s8*>(kept), Stored::s8, vectors, vectors + channels, channels};
+                             const Outcome to{output,
+                                              activation == Activation::silu ? nullptr : static_cast<u8*>(mask),
+                                              values,
+                                              2.0f,
+                                              static_cast<s8*>(kept),
+                                              Stored::s8,
+                                              vectors,
+                                              vectors + channels,
+                                              channels};
                              Bytes all;
                              add(all, ELEMENTWISE(normalize, from, to, threads));
                              add(all, {0, 0, ELEMENTWISE(normalize_peak, from, threads)});
@@ -253,8 +275,9 @@ void add_forward(Path path, std::vector<Call>& calls) {
                          Room<f32> low(channels), high(channels);
                          Room<s8> kept(count);
                          ELEMENTWISE(channel_stats, rows, channels, x, total, squares, low, high, threads);
-                         const Outcome to{nullptr, nullptr, nullptr, 0.0f, static_cast<s8*>(kept), Stored::s8, vectors, vectors + channels,
-                                          channels};
+                         const Outcome to{
+                             nullptr, nullptr, nullptr, 0.0f, static_cast<s8*>(kept), Stored::s8, vectors, vectors + channels,
+                             channels};
                          ELEMENTWISE(pack_norm, rows, channels, x, to, threads);
                          Bytes all;
                          total.add_to(all), squares.add_to(all), low.add_to(all), high.add_to(all), kept.add_to(all);
@@ -266,8 +289,17 @@ void add_backward(Path path, std::vector<Call>& calls) {
     const f32 *x = given().floats.data(), *vectors = given().positive.data();
     const s64 rows = 1500, channels = 33, count = rows * channels;
     for (const Gate gate : {Gate::mask, Gate::relu6, Gate::silu}) {
-        const Backward from{rows, channels, x, {x + count, Stored::f32, nullptr, nullptr}, vectors, vectors + 40, given().mask.data(), gate,
-                            vectors + 80, vectors + 120, vectors + 160};
+        const Backward from{rows,
+                            channels,
+                            x,
+                            {x + count, Stored::f32, nullptr, nullptr},
+                            vectors,
+                            vectors + 40,
+                            given().mask.data(),
+                            gate,
+                            vectors + 80,
+                            vectors + 120,
+                            vectors + 160};
         calls.push_back({"normalize_grad and its sums", [=](int threads) {
                              Room<f64> total(channels), dot(channels), squares(channels);
                              Room<f32> masked(count), dx(count);
@@ -277,26 +309,28 @@ void add_backward(Path path, std::vector<Call>& calls) {
                              total.add_to(all), dot.add_to(all), squares.add_to(all), masked.add_to(all), dx.add_to(all);
                              return all;
                          }});
-        calls.push_back({"normalize_grad_quantize and its pair", [=](int threads) {
-                             Room<s8> one(count), two(count), each(count);
-                             Room<f32> peak(channels);
-                             Room<s64> over(channels), over_all(channels);
-                             Report reports[2];
-                             Bytes all;
-                             add(all, ELEMENTWISE(normalize_grad_quantize, from, 2.0f, {true, 7, 9}, one, threads));
-                             ELEMENTWISE(normalize_grad_quantize_pair, from, 2.0f, vectors, {true, 7, 9}, two, each, reports, threads);
-                             add(all, reports[0]), add(all, reports[1]);
-                             ELEMENTWISE(normalize_grad_tails, from, vectors, 1.0f, peak, over, over_all, threads);
-                             ELEMENTWISE(tail_count_pair, rows, channels, x, vectors, 1.0f, over, over_all, threads);
-                             one.add_to(all), two.add_to(all), each.add_to(all), peak.add_to(all), over.add_to(all), over_all.add_to(all);
-                             return all;
-                         }});
+        calls.push_back(
+            {"normalize_grad_quantize and its pair", [=](int threads) {
+                 Room<s8> one(count), two(count), each(count);
+                 Room<f32> peak(channels);
+                 Room<s64> over(channels), over_all(channels);
+                 Report reports[2];
+                 Bytes all;
+                 add(all, ELEMENTWISE(normalize_grad_quantize, from, 2.0f, {true, 7, 9}, one, threads));
+                 ELEMENTWISE(normalize_grad_quantize_pair, from, 2.0f, vectors, {true, 7, 9}, two, each, reports, threads);
+                 add(all, reports[0]), add(all, reports[1]);
+                 ELEMENTWISE(normalize_grad_tails, from, vectors, 1.0f, peak, over, over_all, threads);
+                 ELEMENTWISE(tail_count_pair, rows, channels, x, vectors, 1.0f, over, over_all, threads);
+                 one.add_to(all), two.add_to(all), each.add_to(all), peak.add_to(all), over.add_to(all), over_all.add_to(all);
+                 return all;
+             }});
     }
     calls.push_back({"quantize_pair", [=](int threads) {
                          Room<s8> one(count), each(count);
                          Report reports[2];
                          Bytes all;
-                         ELEMENTWISE(quantize_pair, rows, channels, x, 2.0f, vectors, {true, 7, 9}, one, each, reports, threads);
+                         ELEMENTWISE(quantize_pair, rows, channels, x, 2.0f, vectors, {true, 7, 9}, one, each, reports,
+                                     threads);
                          add(all, reports[0]), add(all, reports[1]);
                          one.add_to(all), each.add_to(all);
                          return all;
@@ -410,9 +444,11 @@ int main(int count_of_arguments, char**) {
                          }});
         differences += run_beside_each_other(calls);
         count += calls.size() * kCallers;
-        paths += std::string(paths.empty() ? "" : ", ") + (path == Path::generic ? "generic" : path == Path::avx2 ? "avx2" : "avx512vnni");
+        paths += std::string(paths.empty() ? "" : ", ") + (path == Path::generic ? "generic"
+                                                           : path == Path::avx2  ? "avx2"
+                                                                                 : "avx512vnni");
     }
-    std::printf("%zu calls by %d threads with %d threads each, %d differences, on paths %s\n", count, kCallers, kThreads, differences,
-                paths.c_str());
+    std::printf("%zu calls by %d threads with %d threads each, %d differences, on paths %s\n", count, kCallers, kThreads,
+                differences, paths.c_str());
     return differences ? 1 : 0;
 }

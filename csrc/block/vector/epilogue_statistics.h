@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a product on their way to memory, counted for each channel: `channel_stats` without its reading.
+// Rows of a product, counted for each channel while they are written: `channel_stats` without its reading.
 //
 // The contract adds blocks of 64 rows in order. A thread gets most of a block's rows one behind the other, in a few pieces, and
 // the block's sums wait in between where they will be wanted at the end. Where a thread's rows begin or end within a block,

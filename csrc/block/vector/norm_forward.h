@@ -72,8 +72,8 @@ void fill_inverse(const Outcome& to, s64 channels, s64 together, f32* inverse) {
     for (s64 e = 0; e < channels * together; ++e) inverse[e] = 1.0f / to.step[e % channels];
 }
 
-// What a pass over training data reads and writes besides int8: a float residual, a mask, the floats, x kept as bytes. Known when
-// compiled, so that the loop asks nothing; `anything` else asks at every vector.
+// What a pass over training data reads and writes besides int8: a float residual, a mask, the floats, x kept as bytes. Known
+// when compiled, so that the loop asks nothing; `anything` else asks at every vector.
 enum Wants { kResidual = 1, kMask = 2, kOutput = 4, kKept = 8, kAnything = 16 };
 
 int wants_of(const Forward& from, const Outcome& to) {
@@ -93,9 +93,7 @@ struct ApplyKernel {
     bool stream;
 
     ApplyKernel(const Forward& from, const Outcome& outcome, s64 together)
-        : whole(from),
-          to(outcome),
-          clip(outcome.clip),
+        : whole(from), to(outcome), clip(outcome.clip),
           stream(to.pitch == from.channels && should_stream(to.output, from.rows, from.channels, kLanes)) {
         const Constants k({from.a, from.b, outcome.centre, nullptr}, from.channels, together);
         whole.a = k[0], whole.b = k[1];

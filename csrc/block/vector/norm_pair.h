@@ -134,8 +134,8 @@ void write_pair(s64 rows, s64 channels, const Copies& to, Report reports[2], int
 
 }  // namespace
 
-void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* clips, Noise noise, s8* by_tensor,
-                   s8* by_channel, Report reports[2], int threads) {
+void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* clips, Noise noise, s8* by_tensor, s8* by_channel,
+                   Report reports[2], int threads) {
     write_pair<FloatRun>(rows, channels, {clip, clips, noise, by_tensor, by_channel, rows * channels}, reports, threads,
                          [&](s64) { return FloatRun{x, channels}; });
 }
@@ -144,8 +144,8 @@ void normalize_grad_quantize_pair(const Backward& from, f32 clip, const f32* cli
                                   Report reports[2], int threads) {
     with_backward(from, [&](auto stored, auto gate) {
         using Run = GradientRun<decltype(stored)::is, decltype(gate)::is>;
-        write_pair<Run>(from.rows, from.channels, {clip, clips, noise, by_tensor, by_channel, from.rows * from.channels}, reports, threads,
-                        [&](s64 together) { return Run(from, together); });
+        write_pair<Run>(from.rows, from.channels, {clip, clips, noise, by_tensor, by_channel, from.rows * from.channels},
+                        reports, threads, [&](s64 together) { return Run(from, together); });
     });
 }
 

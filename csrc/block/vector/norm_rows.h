@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two ways through rows of channels that the fused block's passes (norm.h) take. Compiled once per path, behind its vectors.
+// The two ways through rows of channels that the fused block's passes (norm.h) take. Compiled once per path, behind its
+// vectors.
 //
 //   walk_rows     in the order of memory, where no order of additions matters. Narrow rows are taken together, a period of
 //                 about 512 elements beside which the per-channel constants are laid out.
@@ -77,8 +78,8 @@ struct Periods {
 };
 
 // Each thread makes its kernel (`make(together)`), which then sees every run of its rows: start(row), then block(e) for kBlock
-// elements and vector(e, lanes) for what is left over, e counting from the start of the run; at last done(thread, kernel). Rows that are
-// not `dense` in every tensor are taken one by one.
+// elements and vector(e, lanes) for what is left over, e counting from the start of the run; at last done(thread, kernel). Rows
+// that are not `dense` in every tensor are taken one by one.
 template <class Make, class Done>
 void walk_rows(s64 rows, s64 channels, int threads, const Make& make, const Done& done, bool dense = true) {
     const Periods periods(rows, channels, dense);
@@ -100,21 +101,23 @@ void walk_rows(s64 rows, s64 channels, int threads, const Make& make, const Done
     });
 }
 
-inline std::vector<Report> no_reports(int threads) { return std::vector<Report>(threads > 1 ? threads : 1, Report{0, 0, 0.0f}); }
+inline std::vector<Report> no_reports(int threads) {
+    return std::vector<Report>(threads > 1 ? threads : 1, Report{0, 0, 0.0f});
+}
 
 // ---- down the columns ------------------------------------------------------------------------------------------------
 
 // A few rows of one block.
 struct Piece {
     s64 row, rows;
-    f64* sums;     // [sum][channel], padded to whole vectors
+    f64* sums;  // [sum][channel], padded to whole vectors
     s64 padded;
     bool fresh;    // the block's first rows
     bool missing;  // the block's last rows, if it has fewer than 64
     s64 ahead;     // element that follows the piece
 
-    // What will be read next, the width of a strip of channels for each row and strip, in the order of memory: down the columns the
-    // hardware cannot foresee it. May lie behind the end: this never faults.
+    // What will be read next, the width of a strip of channels for each row and strip, in the order of memory: down the columns
+    // the hardware cannot foresee it. May lie behind the end: this never faults.
     template <class T>
     BYTEBACK_INLINE void fetch(const T* base, s64 c, s64 i) const {
         if (sizeof(T) < 4 && i % (4 / sizeof(T))) return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Σ, Σ², min and max of each channel, down the columns of a few rows at a time: for channel_stats, which reads a tensor, and for
-// the epilogue that counts rows on their way to memory. Compiled once per path, behind its vectors.
+// Σ, Σ², min and max of each channel, down the columns of a few rows at a time: for channel_stats, which reads a tensor, and
+// for the epilogue that counts rows while they are written. Compiled once per path, behind its vectors.
 #pragma once
 
 #include "block/vector/norm_rows.h"
@@ -17,7 +17,8 @@ struct ChannelStats {
         : low(static_cast<size_t>(round_up(channels, 2 * kLanes)), std::numeric_limits<f32>::infinity()),
           high(low.size(), -std::numeric_limits<f32>::infinity()) {}
 
-    // Columns c .. c + kLanes V - 1 of the piece's rows, which lie `pitch` apart from `from` on. For each vector see(row, v, value).
+    // Columns c .. c + kLanes V - 1 of the piece's rows, which lie `pitch` apart from `from` on. For each vector see(row, v,
+    // value).
     template <int V, class Lanes, class See>
     BYTEBACK_INLINE void columns(const Piece& piece, s64 c, const f32* from, s64 pitch, Lanes lanes, const See& see) {
         Sums<V> total(piece.sums + c, piece.fresh), squares(piece.sums + piece.padded + c, piece.fresh);

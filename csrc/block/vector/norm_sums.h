@@ -62,7 +62,8 @@ struct GradSumsKernel {
             fetch_kept<stored>(piece, from.x, c, i);
             for (int v = 0; v < V; ++v) {
                 const Floats x = kept_value<stored>(from.x, at + kLanes * v, c + kLanes * v, lanes);
-                const Floats gm = gated<gate>(lanes.load(from.g + at + kLanes * v), x, from, c + kLanes * v, m + kLanes / 8 * v, lanes);
+                const Floats gm =
+                    gated<gate>(lanes.load(from.g + at + kLanes * v), x, from, c + kLanes * v, m + kLanes / 8 * v, lanes);
                 const Wide wide = widen(gm);
                 total.add(v, wide);
                 dot.add_product(v, wide, wide_kept<stored>(from.x, at + kLanes * v, x, lanes));
@@ -99,7 +100,8 @@ struct TailCounts {
         all[v] = counted(all[v], greater(size, limit));
     }
     BYTEBACK_INLINE void save(Tails& to, s64 c) const {
-        for (int v = 0; v < V; ++v) Tails::add(&to.over_each[c + kLanes * v], each[v]), Tails::add(&to.over_all[c + kLanes * v], all[v]);
+        for (int v = 0; v < V; ++v)
+            Tails::add(&to.over_each[c + kLanes * v], each[v]), Tails::add(&to.over_all[c + kLanes * v], all[v]);
     }
 };
 
@@ -125,7 +127,8 @@ struct TailKernel {
         const f32* from = x + piece.row * channels + c;
         for (s64 i = 0; i < piece.rows; ++i, from += channels) {
             piece.fetch(x, c, i);
-            for (int v = 0; v < V; ++v) counts.see(v, magnitude(lanes.load(from + kLanes * v)), each.data() + c + kLanes * v, limit);
+            for (int v = 0; v < V; ++v)
+                counts.see(v, magnitude(lanes.load(from + kLanes * v)), each.data() + c + kLanes * v, limit);
         }
         counts.save(tails, c);
     }
@@ -140,8 +143,8 @@ struct GradTailsKernel {
     std::vector<s32> peak;  // bits of max|dx|
 
     GradTailsKernel(const Backward& given, const f32* per_channel, f32 all_of_them)
-        : from(with_constants(given, constants_of(given, 1))), each(padded(per_channel, given.channels)), limit(all(all_of_them)),
-          tails(given.channels), peak(round_up(given.channels, 2 * kLanes), 0) {}
+        : from(with_constants(given, constants_of(given, 1))), each(padded(per_channel, given.channels)),
+          limit(all(all_of_them)), tails(given.channels), peak(round_up(given.channels, 2 * kLanes), 0) {}
 
     template <int V, class Lanes>
     BYTEBACK_INLINE void columns(const Piece& piece, s64 c, Lanes lanes) {
@@ -207,7 +210,8 @@ void normalize_grad_sums(const Backward& from, f64* total, f64* dot, f64* square
     });
 }
 
-void normalize_grad_tails(const Backward& from, const f32* each, f32 all, f32* peak, s64* over_each, s64* over_all, int threads) {
+void normalize_grad_tails(const Backward& from, const f32* each, f32 all, f32* peak, s64* over_each, s64* over_all,
+                          int threads) {
     const size_t width = static_cast<size_t>(from.channels), most_threads = threads > 1 ? threads : 1;
     std::vector<s32> peaks(most_threads * width, 0);
     JoinedTails tails(from.channels, threads);
@@ -221,8 +225,7 @@ void normalize_grad_tails(const Backward& from, const f32* each, f32 all, f32* p
             });
     });
     tails.give(over_each, over_all);
-    for (size_t i = width; i < peaks.size(); ++i)
-        peaks[i % width] = peaks[i] > peaks[i % width] ? peaks[i] : peaks[i % width];
+    for (size_t i = width; i < peaks.size(); ++i) peaks[i % width] = peaks[i] > peaks[i % width] ? peaks[i] : peaks[i % width];
     std::memcpy(peak, peaks.data(), width * sizeof(f32));
 }
 

@@ -4,7 +4,8 @@
 // The multiply is vpmaddwd: 8 channels, for each the sum of two products of int16, exact in int32. Its two products are two
 // rows: a *row pair* is the rows a and b of one image, widened to int16 and interleaved, with the zeros of the padding written
 // out. Its layout is [block of 8 channels][column][8 channels][a, b], 32 bytes per column, so a kernel walks along a row with
-// plain loads: no shuffles, no borders, no channel tails. Making pairs costs one pass over the int8 input, which stays in cache.
+// plain loads: no shuffles, no borders, no channel tails. Making pairs costs one pass over the int8 input, which stays in
+// cache.
 //
 //   output, grad_input   Square kernels 3, 5, 7 with stride 1 or 2 and dilation 1 (any padding) run as a *stencil*: an output
 //                        tile (two rows; for grad_input with stride 2 a tile of 2x2 phases) reads the same row pairs, and the
@@ -35,8 +36,13 @@ void depthwise_output(const ConvShape& s, const s8* x, const s8* w, Factor facto
     if (!is_stencil(s)) return tap_route(tap_product(s, false), s.batch, x, w, factor, y, threads, finish);
     const Images im = planes_of(s, s.in, s.out);
     if (is_direct(s)) {
-        const Direct p{im.frames, im.frames_per_sample, im.channels, {s.in[1], s.in[2]}, {s.out[1], s.out[2]},
-                       {s.padding[1], s.padding[2]}, false};
+        const Direct p{im.frames,
+                       im.frames_per_sample,
+                       im.channels,
+                       {s.in[1], s.in[2]},
+                       {s.out[1], s.out[2]},
+                       {s.padding[1], s.padding[2]},
+                       false};
         return (s.stride[1] == 1 ? direct<1> : direct<2>)(p, x, w, factor, y, threads, finish);
     }
     if (s.kernel[1] == 3) stencil_output<3>(s, im, x, w, factor, y, threads, finish);
@@ -49,13 +55,23 @@ void depthwise_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor f
     if (!is_stencil(s)) return tap_route(tap_product(s, true), s.batch, g, w, factor, dx, threads);
     const Images im = planes_of(s, s.out, s.in);
     if (s.stride[1] == 1 && is_direct(s)) {
-        const Direct p{im.frames, im.frames_per_sample, im.channels, {s.out[1], s.out[2]}, {s.in[1], s.in[2]},
-                       {2 - s.padding[1], 2 - s.padding[2]}, true};
+        const Direct p{im.frames,
+                       im.frames_per_sample,
+                       im.channels,
+                       {s.out[1], s.out[2]},
+                       {s.in[1], s.in[2]},
+                       {2 - s.padding[1], 2 - s.padding[2]},
+                       true};
         return direct<1>(p, g, w, factor, dx, threads);
     }
     if (is_direct(s))
-        return scatter({im.frames, im.frames_per_sample, im.channels, {s.out[1], s.out[2]}, {s.in[1], s.in[2]},
-                        {s.padding[1], s.padding[2]}}, g, w, factor, dx, threads);
+        return scatter({im.frames,
+                        im.frames_per_sample,
+                        im.channels,
+                        {s.out[1], s.out[2]},
+                        {s.in[1], s.in[2]},
+                        {s.padding[1], s.padding[2]}},
+                       g, w, factor, dx, threads);
     if (s.kernel[1] == 3) stencil_grad_input<3>(s, im, g, w, factor, dx, threads);
     if (s.kernel[1] == 5) stencil_grad_input<5>(s, im, g, w, factor, dx, threads);
     if (s.kernel[1] == 7) stencil_grad_input<7>(s, im, g, w, factor, dx, threads);

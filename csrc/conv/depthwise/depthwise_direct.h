@@ -42,8 +42,10 @@ void direct_pixel(const s8* const (&from)[9], const s16* weights, const f32* fac
         Wide sum;
         unroll<3>([&](auto r) BYTEBACK_ALWAYS {
             const auto x = [&](int t) BYTEBACK_ALWAYS { return widen_bytes(from[3 * r + t] + c); };
-            if constexpr (r == 0) sum.set_row(x(0), x(1), x(2), weights);
-            else sum.add_row(x(0), x(1), x(2), weights + r * kRowTaps);
+            if constexpr (r == 0)
+                sum.set_row(x(0), x(1), x(2), weights);
+            else
+                sum.add_row(x(0), x(1), x(2), weights + r * kRowTaps);
         });
         sum.write<Stream>(factors + c, out + c);
     }
@@ -73,10 +75,10 @@ template <int Stride, bool Stream>
 class DirectRun {
 public:
     DirectRun(const Direct& p, const s8* source, const s16* weights, Factor factor, f32* destination, const Epilogue* finish)
-        : p_(p), C_(p.channels), source_(source), weights_(weights), factor_(factor), destination_(destination), finish_(finish),
-          whole_(finish && finish->in_order), width_(whole_ ? p.to[1] : 1),
-          memory_(scratch<ThreadScratch>(static_cast<size_t>(Carver::bytes<s8>(3 * C_) + Carver::bytes<f32>(C_) +
-                                                             Carver::bytes<f32>(2 * width_ * C_)))),
+        : p_(p), C_(p.channels), source_(source), weights_(weights), factor_(factor), destination_(destination),
+          finish_(finish), whole_(finish && finish->in_order), width_(whole_ ? p.to[1] : 1),
+          memory_(scratch<ThreadScratch>(
+              static_cast<size_t>(Carver::bytes<s8>(3 * C_) + Carver::bytes<f32>(C_) + Carver::bytes<f32>(2 * width_ * C_)))),
           zeros_(memory_.take<s8>(3 * C_)), factors_(memory_.take<f32>(C_)), own_(memory_.take<f32>(2 * width_ * C_)) {
         std::memset(zeros_, 0, static_cast<size_t>(3 * C_));
         first_ = std::clamp<s64>(ceil_div(std::max<s64>(p.before[1], 0), Stride), 0, p.to[1]);
@@ -123,7 +125,8 @@ private:
             if (finish_ && !whole_)
                 for (int k = 0; k < count; ++k) (*finish_)(pixels[k] + column, 1, 0, C_, to[k]);
         }
-        if (whole_) (*finish_)(pixels[0], count * width_, 0, C_, own_);
+        const s64 kept = count * width_;
+        if (whole_) (*finish_)(pixels[0], kept, 0, C_, own_);
     }
 
     void one_by_one(const s8* const (&rows)[Stride + 3], s64 column, f32* const (&to)[2], int count) const {
@@ -164,8 +167,10 @@ void direct(const Direct& p, const s8* source, const s8* w, Factor factor, f32* 
     const s64 bytes = p.frames * p.to[0] * p.to[1] * p.channels * static_cast<s64>(sizeof(f32));
     const bool stream = !finish && bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(destination) % 64 == 0;
     parallel_parts(threads, p.frames * ceil_div(p.to[0], 2), [&](s64 begin, s64 end) {
-        if (stream) DirectRun<Stride, true>(p, source, weights, factor, destination, finish).pairs(begin, end);
-        else DirectRun<Stride, false>(p, source, weights, factor, destination, finish).pairs(begin, end);
+        if (stream)
+            DirectRun<Stride, true>(p, source, weights, factor, destination, finish).pairs(begin, end);
+        else
+            DirectRun<Stride, false>(p, source, weights, factor, destination, finish).pairs(begin, end);
     });
 }
 

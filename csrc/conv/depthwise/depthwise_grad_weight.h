@@ -12,10 +12,10 @@ namespace {
 // A unit of work is two output rows, or a piece of them. int32 sums are laid out [block][tap][8 channels].
 struct GradWeightPlan {
     s64 blocks, taps;
-    s64 row_pairs;   // per output plane
-    s64 piece;       // columns of a unit
-    s64 pieces;      // per row pair
-    s64 units;       // in all
+    s64 row_pairs;  // per output plane
+    s64 piece;      // columns of a unit
+    s64 pieces;     // per row pair
+    s64 units;      // in all
 
     explicit GradWeightPlan(const ConvShape& s)
         : blocks(ceil_div(s.in_channels, kBlock)), taps(s.taps()), row_pairs(ceil_div(s.out[1], 2)),
@@ -132,8 +132,8 @@ private:
         }
     }
 
-    // Where tap row r finds its pair of rows of x, and whether the unit before has left it there. Tap rows lie `dilation` apart:
-    // counted in units of it they are distinct modulo their number.
+    // Where tap row r finds its pair of rows of x, and whether the unit before has left it there. Tap rows lie `dilation`
+    // apart: counted in units of it they are distinct modulo their number.
     void find_x_pair(s64 r, const Place& wanted) {
         const s64 slot = (wanted.row + s_.padding[1]) / s_.dilation[1] % s_.kernel[1];
         Place& held = held_[static_cast<size_t>(slot)];
@@ -177,8 +177,8 @@ private:
     s64 x_size_ = 0;
     s16* g_pair_ = nullptr;
     s16* x_pairs_ = nullptr;
-    std::vector<Place> held_;     // what each slot of x_pairs_ holds
-    std::vector<Tap> tap_rows_;   // of the unit at work
+    std::vector<Place> held_;    // what each slot of x_pairs_ holds
+    std::vector<Tap> tap_rows_;  // of the unit at work
 };
 
 // The sums of one thread. A type of this file, so that std::vector's code for it stays in this file too.

@@ -28,16 +28,15 @@ void pack_scatter(s64 channels, const s8* w, s16* packed) {
             for (s64 t = 0; t < 9; ++t) packed[t * kLane + c] = w[(block + c) * 9 + t];
 }
 
-// The two destinations of a block in its even row, or in its odd one: the even column's and the odd column's, null where it lies
-// beyond the image. g: row a - 1, columns b - 1 and b, then row a.
+// The two destinations of a block in its even row, or in its odd one: the even column's and the odd column's, null where it
+// lies beyond the image. g: row a - 1, columns b - 1 and b, then row a.
 template <bool Odd, bool Stream>
 void scatter_half(const s8* const (&g)[4], const s16* weights, const f32* factors, f32* even, f32* odd, s64 channels) {
     for (s64 c = 0; c < channels; c += kLane, weights += 9 * kLane) {
         const V left = widen_bytes(g[2] + c), here = widen_bytes(g[3] + c);
         const auto product = [&](V x, int tap) BYTEBACK_ALWAYS { return mul16(x, load(weights + tap * kLane)); };
-        const auto two = [&](V x, int tap, V y, int other) BYTEBACK_ALWAYS {
-            return add16(product(x, tap), product(y, other));
-        };
+        const auto two = [&](V x, int tap, V y, int other)
+                             BYTEBACK_ALWAYS { return add16(product(x, tap), product(y, other)); };
         if constexpr (Odd) {
             if (even) write_sum<Stream>(two(here, 3, left, 5), factors + c, even + c);
             if (odd) write_sum<Stream>(product(here, 4), factors + c, odd + c);
@@ -49,7 +48,8 @@ void scatter_half(const s8* const (&g)[4], const s16* weights, const f32* factor
     }
 }
 
-// Results from here on bypass the cache. Measured on 7 and 10 MB, swept from the caches before and read right after: 1.0 to 1.2x.
+// Results from here on bypass the cache. Measured on 7 and 10 MB, swept from the caches before and read right after: 1.0 to
+// 1.2x.
 constexpr s64 kScatterStreamBytes = s64{4} << 20;
 
 // One thread's share: rows of blocks.

@@ -70,7 +70,8 @@ struct Stencil {
             for (int column = 0; column < Columns::kOuts; ++column)
                 for (int pair = 0; pair < kPairs; ++pair)
                     for (int source = 0; source < Columns::kSpan; ++source) {
-                        const bool used = tap(row, column, 2 * pair, source) >= 0 || tap(row, column, 2 * pair + 1, source) >= 0;
+                        const bool used =
+                            tap(row, column, 2 * pair, source) >= 0 || tap(row, column, 2 * pair + 1, source) >= 0;
                         index.at[row][column][pair][source] = used ? index.count++ : -1;
                     }
         for (int row = 0; row < Rows::kOuts; ++row)
@@ -98,8 +99,8 @@ void pack_stencil_block(const s8* w, s64 channels, s16* packed) {
                 for (int source = 0; source < S::Columns::kSpan; ++source) {
                     const int at = S::kIndex.at[row][column][pair][source];
                     if (at < 0) continue;
-                    pair_weights(values(S::tap(row, column, 2 * pair, source)), values(S::tap(row, column, 2 * pair + 1, source)),
-                                 packed + at * kCell);
+                    pair_weights(values(S::tap(row, column, 2 * pair, source)),
+                                 values(S::tap(row, column, 2 * pair + 1, source)), packed + at * kCell);
                 }
 }
 
@@ -122,8 +123,10 @@ void run_stencil(const s16* const* pair, const s16* weights, Floats factor, f32*
                 unroll<Rows::kOuts>([&](auto row) BYTEBACK_ALWAYS {
                     unroll<Columns::kOuts>([&](auto column) BYTEBACK_ALWAYS {
                         constexpr int at = S::kIndex.at[row][column][m][source];
-                        if constexpr (at == S::kIndex.start[row][column]) sum[row][column] = multiply(x, weight[at]);
-                        else if constexpr (at >= 0) sum[row][column] = multiply_add(sum[row][column], x, weight[at]);
+                        if constexpr (at == S::kIndex.start[row][column])
+                            sum[row][column] = multiply(x, weight[at]);
+                        else if constexpr (at >= 0)
+                            sum[row][column] = multiply_add(sum[row][column], x, weight[at]);
                     });
                 });
             });
@@ -171,7 +174,8 @@ private:
 template <class S>
 Span stencil_span(const Images& im) {
     const s64 tiles = ceil_div(im.to[1], S::Columns::kOuts);
-    return {im.from[1], im.channels, S::Columns::start(0, im.padding[1]), (tiles - 1) * S::Columns::kAdvance + S::Columns::kSpan};
+    return {im.from[1], im.channels, S::Columns::start(0, im.padding[1]),
+            (tiles - 1) * S::Columns::kAdvance + S::Columns::kSpan};
 }
 
 // One thread's share of a stencil: rows of tiles, in order.
@@ -182,9 +186,9 @@ class StencilRun {
 
 public:
     StencilRun(const Images& im, const s8* source, const s16* weights, Factor factor, f32* destination, const Epilogue* finish)
-        : im_(im), finish_(finish), span_(stencil_span<S>(im)), source_(source), weights_(weights), factor_(factor), destination_(destination),
-          tiles_(ceil_div(im.to[1], Columns::kOuts)), streaming_(!finish && streams(im, destination)),
-          memory_(scratch<ThreadScratch>(static_cast<size_t>(bytes()))),
+        : im_(im), finish_(finish), span_(stencil_span<S>(im)), source_(source), weights_(weights), factor_(factor),
+          destination_(destination), tiles_(ceil_div(im.to[1], Columns::kOuts)),
+          streaming_(!finish && streams(im, destination)), memory_(scratch<ThreadScratch>(static_cast<size_t>(bytes()))),
           ring_(span_, memory_.take<s16>(PairRing<S>::kSlots * span_.size())),
           factors_(memory_.take<f32>(round_up(im.channels, 16))), spare_(memory_.take<f32>(spare_size())),
           own_(memory_.take<f32>(own_size())) {}

@@ -55,7 +55,8 @@ struct Met {
 };
 
 // Appends the taps that meet the image at destination (d, h, w) of the frame that `source` points at.
-void meet(const TapProduct& p, const s64 (&at)[3], const s8* source, const s16* weights, s64 weight_stride, std::vector<Met>& met) {
+void meet(const TapProduct& p, const s64 (&at)[3], const s8* source, const s16* weights, s64 weight_stride,
+          std::vector<Met>& met) {
     for (s64 t = 0; t < p.kernel[0]; ++t) {
         const s64 d = p.axis[0].source(at[0], t);
         if (d < 0) continue;

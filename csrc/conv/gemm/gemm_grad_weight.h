@@ -28,12 +28,12 @@
 namespace byteback {
 namespace {
 
-constexpr s64 kStretch = 131072;        // pixels per int32 sum, below kInt32Depth = 133144
-constexpr s64 kSmallBytes = 400'000;    // of dW: up to here each thread keeps its own in the second-level cache
-constexpr s64 kPackedBytes = 6 << 20;   // of both packed operands at a time
-constexpr s64 kBlock = 256;             // pixels packed at a time
-constexpr s64 kPackJob = 32;            // pixels that one thread packs for the others
-constexpr s64 kFetchAhead = 16;         // pixels: the rows of a packed block are too many streams for the hardware
+constexpr s64 kStretch = 131072;       // pixels per int32 sum, below kInt32Depth = 133144
+constexpr s64 kSmallBytes = 400'000;   // of dW: up to here each thread keeps its own in the second-level cache
+constexpr s64 kPackedBytes = 6 << 20;  // of both packed operands at a time
+constexpr s64 kBlock = 256;            // pixels packed at a time
+constexpr s64 kPackJob = 32;           // pixels that one thread packs for the others
+constexpr s64 kFetchAhead = 16;        // pixels: the rows of a packed block are too many streams for the hardware
 
 struct PackScratch {};
 struct SumScratch {};
@@ -43,19 +43,11 @@ template <class Micro>
 class GradWeight {
 public:
     GradWeight(const ConvShape& shape, s64 group, const s8* gradient, const s8* x)
-        : s(shape),
-          from(x, s.in, s.in_channels, group * s.group_in(), s.group_in(), s.stride, forward_taps(s)),
-          dense(is_dense(s) ? x + group * s.group_in() : nullptr),
-          g(gradient + group * s.group_out()),
-          C(s.group_in()),
-          K(s.group_out()),
-          rows(s.taps() * C),
-          tile(round_up(ceil_div(rows, ceil_div(rows, Micro::kTileRows)), Micro::kRows)),
-          tiles(ceil_div(rows, tile)),
-          panels(ceil_div(K, kColumns)),
-          a_tile(kBlock * tile * Micro::kBytes),
-          b_panel(kBlock * kColumns * Micro::kBytes + 64),
-          zeros(static_cast<size_t>(K) + 16, 0),
+        : s(shape), from(x, s.in, s.in_channels, group * s.group_in(), s.group_in(), s.stride, forward_taps(s)),
+          dense(is_dense(s) ? x + group * s.group_in() : nullptr), g(gradient + group * s.group_out()), C(s.group_in()),
+          K(s.group_out()), rows(s.taps() * C), tile(round_up(ceil_div(rows, ceil_div(rows, Micro::kTileRows)), Micro::kRows)),
+          tiles(ceil_div(rows, tile)), panels(ceil_div(K, kColumns)), a_tile(kBlock * tile * Micro::kBytes),
+          b_panel(kBlock * kColumns * Micro::kBytes + 64), zeros(static_cast<size_t>(K) + 16, 0),
           sums(reinterpret_cast<s32*>(scratch<SumScratch>(static_cast<size_t>(size()) * 4))) {}
 
     // Adds up the pixels [first, first + count) of grad_output. `finish(unit)` is called, by some thread, for each unit of
@@ -239,8 +231,9 @@ void write_unit(const Sum* sums, s64 first_row, s64 height, s64 first_k, s64 wid
         const s64 row = first_row + i, c = row % C;
         const bool square = sizeof(Sum) == sizeof(s32) && i + kSquare <= height && c + kSquare <= C;
         if (square)
-            write_square(reinterpret_cast<const s32*>(sums + i * kColumns), width, &factor.values[first_k * factor.row + c * factor.column],
-                         factor.row, factor.column != 0, dw + first_k * rows + row, rows);
+            write_square(reinterpret_cast<const s32*>(sums + i * kColumns), width,
+                         &factor.values[first_k * factor.row + c * factor.column], factor.row, factor.column != 0,
+                         dw + first_k * rows + row, rows);
         else
             for (s64 j = 0; j < width; ++j)
                 dw[(first_k + j) * rows + row] = static_cast<f32>(sums[i * kColumns + j]) * factor.at(first_k + j, c);

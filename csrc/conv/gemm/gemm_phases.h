@@ -21,7 +21,7 @@ namespace {
 
 constexpr s64 kSourceBytes = 96 << 10;  // of a band's packed gradient, to stay in the second-level cache
 
-constexpr s64 kPixelBytes = 12 << 10;   // of those that are multiplied together, to stay in the first-level cache
+constexpr s64 kPixelBytes = 12 << 10;  // of those that are multiplied together, to stay in the first-level cache
 
 struct SourceScratch {};
 
@@ -52,7 +52,7 @@ struct Phase {
 template <class Micro>
 class Phases {
 public:
-    // What this serves: whole panels of channels, and images that are wide enough for the zeros beside them not to matter; the
+    // What this is for: whole panels of channels, and images that are wide enough for the zeros beside them not to matter; the
     // slower the multiply, the wider.
     static bool fit(const ConvShape& s) {
         const bool image = s.in[0] == 1 && s.out[0] == 1 && s.kernel[0] == 1 && s.stride[0] == 1 && s.padding[0] == 0;
@@ -168,8 +168,7 @@ private:
         if (streaming) end_streams();
     }
 
-    void run_panel(const Phase& phase, s64 n, s64 j, const char* A, const std::vector<f32*>& to, s64 begin,
-                   s64 end) const {
+    void run_panel(const Phase& phase, s64 n, s64 j, const char* A, const std::vector<f32*>& to, s64 begin, s64 end) const {
         const Product& p = phase.product;
         const s64 pixel = K * Micro::kBytes, length = static_cast<s64>(p.taps.size()) * K;
         const char* B = phase.packed.panels + j * length * Micro::kBytes;

@@ -20,7 +20,7 @@
 namespace byteback {
 namespace {
 
-constexpr s64 kBlockBytes = 400'000;  // of A and C that stay in the second-level cache
+constexpr s64 kBlockBytes = 400'000;    // of A and C that stay in the second-level cache
 constexpr s64 kStreamBytes = 16 << 20;  // results larger than this bypass the caches
 
 struct Product {
@@ -138,7 +138,7 @@ s64 packed_bytes(const Product& p, s64 padded, s64 parts) {
 }
 
 // Into `packed`, of packed_bytes. The depth is going to be multiplied in `parts`, each of which takes off the offset of its own
-// columns and no other: so a part's sums are those of its own products, whoever adds parts up, and in which width.
+// columns and no other: so a part's sums are those of its own products, however parts are added up, and in which width.
 template <class Micro>
 PackedWeights pack_weights(const Product& p, const Weights& w, s64 padded, const std::vector<DepthPart>& parts, int threads,
                            char* packed) {
@@ -195,11 +195,8 @@ template <class Micro>
 class Runner {
 public:
     Runner(const Product& product, const Weights& w, int threads)
-        : p(product),
-          padded(round_up(p.depth, Micro::kUnit)),
-          length(static_cast<s64>(p.taps.size()) * padded),
-          rows(p.batch * p.grid_pixels()),
-          padded_columns(round_up(p.columns, kColumns)),
+        : p(product), padded(round_up(p.depth, Micro::kUnit)), length(static_cast<s64>(p.taps.size()) * padded),
+          rows(p.batch * p.grid_pixels()), padded_columns(round_up(p.columns, kColumns)),
           blocks(depth_blocks(static_cast<s64>(p.taps.size()), p.depth, padded, Micro::kDepth)) {
         std::vector<DepthPart> parts;
         for (const DepthBlock& block : blocks) {
@@ -402,7 +399,8 @@ void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, F
             for (s64 v = 0; v < s.stride[2]; ++v) {
                 Product p{};
                 p.depth = K, p.batch = s.batch, p.factor = factor;
-                p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels, p.result_begin = group * C, p.columns = C;
+                p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels, p.result_begin = group * C,
+                p.columns = C;
                 if (!phase_of(s, {d, h, v}, p)) continue;
                 p.from = Gather(g, s.out, s.out_channels, group * K, K, {1, 1, 1}, p.taps);
                 run_product<Micro>(p, {w + group * K * taps * C, taps, C, false}, threads);

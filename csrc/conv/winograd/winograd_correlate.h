@@ -20,11 +20,11 @@
 namespace byteback {
 namespace {
 
-constexpr s64 kMaxWidth = 4 * kPanel;    // result channels at a time, so that there are enough tiles at a time
-constexpr s64 kAheadBytes = 3 << 20;     // of a thread's transformed inputs: in the third-level cache soon, even if it was cold
-constexpr s64 kShallow = 64;             // fewer summed channels than this: weights are quickly read again, so
-constexpr s64 kShallowTiles = 24;        // a block is small, and next to nothing leaves the first two caches
-constexpr s64 kStreamBytes = 16 << 20;   // of results: more would not stay in the third-level cache anyway
+constexpr s64 kMaxWidth = 4 * kPanel;   // result channels at a time, so that there are enough tiles at a time
+constexpr s64 kAheadBytes = 3 << 20;    // of a thread's transformed inputs: in the third-level cache soon, even if it was cold
+constexpr s64 kShallow = 64;            // fewer summed channels than this: weights are quickly read again, so
+constexpr s64 kShallowTiles = 24;       // a block is small, and next to nothing leaves the first two caches
+constexpr s64 kStreamBytes = 16 << 20;  // of results: more would not stay in the third-level cache anyway
 
 // What one thread does: tiles and result channels, both as ranges.
 struct Share {
@@ -90,12 +90,12 @@ struct CorrelationThread {
     s8* staged;
     u16* magnitudes;  // see sum_magnitudes
     s16* panels;
-    s32* products;   // [panel][tile][position][column]
-    s32* sums;       // [panel][tile][pixel][column]: earlier chunks
-    V* strip;         // see Strip
-    char* inputs;     // a block of tiles, or all of a batch, block after block
-    f32* factors;     // of the result channels
-    s64 chunk;       // summed channels that are brought back together
+    s32* products;  // [panel][tile][position][column]
+    s32* sums;      // [panel][tile][pixel][column]: earlier chunks
+    V* strip;       // see Strip
+    char* inputs;   // a block of tiles, or all of a batch, block after block
+    f32* factors;   // of the result channels
+    s64 chunk;      // summed channels that are brought back together
 
     void reserve(Arena& arena, const Correlation& c, const CorrelationPlan& p) {
         const s64 panel_count = p.block_width / kPanel;
@@ -129,7 +129,8 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
     if (panels == 1 && tiles <= kRows) {
         const Repeat over_positions{kPositions, p.plane, lines * 2 * kPanel, kPanel};
         const char* a = inputs + begin * 2;
-        multiply(tiles, a, p.row, 4, own.panels + begin / 2 * 2 * kPanel, pairs, own.products, {a + p.plane, 32}, over_positions);
+        multiply(tiles, a, p.row, 4, own.panels + begin / 2 * 2 * kPanel, pairs, own.products, {a + p.plane, 32},
+                 over_positions);
         return;
     }
     const s64 at_once = panels == 1 ? std::max<s64>(1, tiles / kRows) * kRows : kRows;
@@ -142,7 +143,10 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
             const char* a = plane + tile * p.row;
             const char* next = tile + kRows < tiles ? a + kRows * p.row : plane + p.plane;
             multiply(std::min<s64>(kRows, tiles - tile), a, p.row, 4, b, pairs, own.products + tile * kTile + position * kPanel,
-                     {next, 32}, panels > 1 ? over_panels : tile == 0 ? over_tiles : Repeat{});
+                     {next, 32},
+                     panels > 1  ? over_panels
+                     : tile == 0 ? over_tiles
+                                 : Repeat{});
         }
     }
 }
@@ -201,7 +205,7 @@ void correlate_share(const Correlation& c, const Share& share) {
     own.reserve(arena, c, p);
     for (s64 tile = share.tile_begin; tile < share.tile_end; tile += p.batch_tiles)
         correlate_batch(c, p, share, tile, std::min(p.batch_tiles, share.tile_end - tile), own);
-    _mm_sfence();
+    end_streams();
 }
 
 // Into how many parts the result channels are split, so that a thread has the least to do; the tiles are split into threads /
@@ -224,7 +228,8 @@ s64 choose_parts(const Correlation& c, int threads) {
 void correlate(Correlation c, int threads) {
     if (c.tiling.count == 0) return;
     const s64 results = c.tiling.count / c.tiling.per_image() * c.height * c.width * c.weights.width;
-    c.streaming = !c.finish && results * 4 > kStreamBytes && c.weights.width % kPanel == 0 && reinterpret_cast<uintptr_t>(c.y) % 64 == 0;
+    c.streaming =
+        !c.finish && results * 4 > kStreamBytes && c.weights.width % kPanel == 0 && reinterpret_cast<uintptr_t>(c.y) % 64 == 0;
     const s64 panels = ceil_div(c.weights.width, kPanel), count = c.tiling.count;
     const s64 column_parts = choose_parts(c, threads), tile_parts = std::clamp<s64>(threads / column_parts, 1, count);
     parallel_for(threads, tile_parts * column_parts, [&](s64 item) {

@@ -21,11 +21,11 @@ namespace {
 struct Correlation {
     Tiling tiling;
     Weights weights;
-    s64 height, width;         // of the result
+    s64 height, width;  // of the result
     Factor factor;
     f32* y;
-    bool streaming;            // past the caches: y is larger than they are, and made of whole cache lines
-    const Epilogue* finish;    // null, or what gets the results instead of y
+    bool streaming;          // past the caches: y is larger than they are, and made of whole cache lines
+    const Epilogue* finish;  // null, or what gets the results instead of y
 };
 
 // Where a tile's pixels go.

@@ -26,8 +26,8 @@ constexpr s64 kGradientPanels = 32;                            // that are held 
 constexpr s64 kInputPanels = 2;                                // in the second-level cache
 constexpr s64 kStreamedGradient = 1 << 20;                     // bytes of dw
 
-// dw[k, r, s, c] = Σ_{n, i, h, w} g[n, i + shift_g, h, w, k] · x[n, i + shift_x, h + r - pad_h, w + s - pad_w, c]: one time tap, for
-// the frames i in which both exist.
+// dw[k, r, s, c] = Σ_{n, i, h, w} g[n, i + shift_g, h, w, k] · x[n, i + shift_x, h + r - pad_h, w + s - pad_w, c]: one time
+// tap, for the frames i in which both exist.
 struct GradWeight {
     Tiling inputs, gradients;
     Factor factor;
@@ -75,8 +75,8 @@ GradWeightPlan plan_grad_weight(const GradWeight& g, int threads) {
 struct GradWeightThread {
     s16* gradients;  // panels of a chunk
     s16* inputs;
-    s32* products;   // [k][position][c], 16 of each
-    Half* strip;     // see Strip
+    s32* products;  // [k][position][c], 16 of each
+    Half* strip;    // see Strip
 
     void reserve(Arena& arena, const GradWeight& g, const GradWeightPlan& p) {
         const s64 size = panel_size(p.chunk_tiles);
@@ -153,7 +153,7 @@ void finish_panel(const GradWeight& g, const GradWeightPlan& p, const s32* produ
 void multiply_panel(const s16* gradients, const s16* inputs, s64 rows, s64 pairs, s64 lines, s32* products, const char* sums,
                     s64 stride) {
     for (int position = 0; position < kPositions; ++position, gradients += lines * 2 * kPanel, inputs += lines * 2 * kPanel) {
-        for (int i = 0; i < 4; ++i, sums += stride) _mm_prefetch(sums, _MM_HINT_T0);
+        for (int i = 0; i < 4; ++i, sums += stride) __builtin_prefetch(sums);
         const char* a = reinterpret_cast<const char*>(gradients);
         const Ahead ahead[3] = {{reinterpret_cast<const char*>(inputs) + lines * 64, 64}, {a + lines * 64, 64}, {a, 0}};
         for (s64 row = 0; row < rows; row += kRows)
@@ -199,7 +199,7 @@ void grad_weight_part(const GradWeight& g, const GradWeightPlan& p, s64 tile_par
         for (s64 chunk = begin; chunk < end; ++chunk)
             grad_weight_chunk(g, p, own, chunk, k, std::min(g.out_channels(), k + block), c_begin, c_end, sums, chunk == begin,
                               p.tile_parts == 1 && chunk + 1 == end);
-    _mm_sfence();
+    end_streams();
 }
 
 // dw from the sums of all parts, which together may need 64 bits.
@@ -211,7 +211,8 @@ void add_parts(const GradWeight& g, const GradWeightPlan& p, const s32* sums, in
             for (s64 part = 0; part < p.tile_parts; ++part)
                 for (s64 j = 0; j < kPanel; ++j) total[j] += sums[part * p.part_size(g.out_channels()) + row * p.row + c + j];
             for (s64 j = 0; j < count; ++j)
-                g.dw[row / 9 * g.dw_row + row % 9 * g.in_channels() + c + j] = static_cast<f32>(total[j]) * g.factor.at(row / 9, c + j);
+                g.dw[row / 9 * g.dw_row + row % 9 * g.in_channels() + c + j] =
+                    static_cast<f32>(total[j]) * g.factor.at(row / 9, c + j);
         }
     });
 }

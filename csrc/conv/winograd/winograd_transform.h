@@ -103,9 +103,9 @@ inline void grad_weight_2d(const s32* products, V out[9]) {
 
 // ---- Tiles ----
 
-// A tensor of clips cut into tiles: tile (h, w) of a frame begins at pixel (h * 4 - pad_h, w * 4 - pad_w). Tiles are numbered as
-// the result's frames are, of which a clip may have more or fewer: under time tap t frame i of the result reads frame i + shift + t.
-// For images a clip is one frame.
+// A tensor of clips cut into tiles: tile (h, w) of a frame begins at pixel (h * 4 - pad_h, w * 4 - pad_w). Tiles are numbered
+// as the result's frames are, of which a clip may have more or fewer: under time tap t frame i of the result reads frame i +
+// shift + t. For images a clip is one frame.
 struct Tiling {
     const s8* data;
     s64 height, width, channels;
@@ -114,8 +114,8 @@ struct Tiling {
     s64 frames;         // of a clip of `data`
     s64 result_frames;  // of a clip of the result
     s64 shift;
-    s64 count;          // tiles of all clips
-    const s8* zeros;    // as many as channels: what lies outside of a frame, or of a clip
+    s64 count;        // tiles of all clips
+    const s8* zeros;  // as many as channels: what lies outside of a frame, or of a clip
 
     s64 per_image() const { return tiles_h * tiles_w; }
 };

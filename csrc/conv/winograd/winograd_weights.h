@@ -14,8 +14,8 @@ namespace {
 
 // Weights (K,T,3,3,C) as seen by a product with `channels` summed channels and `width` result channels:
 //   output      result k, summed c, tap t           grad_input  result c, summed k, taps counted from the end ("turned")
-// The time taps are summed like channels: index i of the sum is channel i % stride of time tap i / stride. With several taps the
-// stride is of whole vectors, because a tap's transformed inputs begin at one.
+// The time taps are summed like channels: index i of the sum is channel i % stride of time tap i / stride. With several taps
+// the stride is of whole vectors, because a tap's transformed inputs begin at one.
 struct Weights {
     const s8* data;
     s64 channels, width;
@@ -30,20 +30,6 @@ inline Weights see_weights(const s8* data, s64 channels, s64 width, bool turned,
 }
 
 constexpr s64 kStaged = 9 * kPanel;  // bytes of one summed channel in a staged panel: [tap][column]
-
-// dst[j][i] = src[i][j] for 16 x 16 bytes: four rounds of interleaving the first half of the rows with the second.
-inline void transpose_bytes(const s8* src, s64 src_row, s8* dst, s64 dst_row) {
-    __m128i row[16], next[16];
-    for (int i = 0; i < 16; ++i) row[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i * src_row));
-    for (int round = 0; round < 4; ++round) {
-        for (int i = 0; i < 8; ++i) {
-            next[2 * i] = _mm_unpacklo_epi8(row[i], row[i + 8]);
-            next[2 * i + 1] = _mm_unpackhi_epi8(row[i], row[i + 8]);
-        }
-        std::copy(next, next + 16, row);
-    }
-    for (int i = 0; i < 16; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i * dst_row), row[i]);
-}
 
 // One time tap of stage_panel.
 inline void stage_tap(const Weights& w, s64 tap, s64 first, s64 columns, s8* staged) {
@@ -96,12 +82,8 @@ inline void transform_panel(const s8* staged, s64 depth, s16* panel) {
 
 // Σ|w| of each column of a staged panel over blocks of 16 summed channels: sums[block][column] <= 16 * 9 * 127 = 18 288.
 inline void sum_magnitudes(const s8* staged, s64 depth, u16* sums) {
-    for (s64 begin = 0; begin < depth; begin += 16, sums += kPanel) {
-        __m256i total = _mm256_setzero_si256();
-        for (s64 i = begin * 9; i < std::min(depth, begin + 16) * 9; ++i)
-            total = _mm256_add_epi16(total, _mm256_abs_epi16(_mm256_cvtepi8_epi16(LoadWhole()(staged + i * kPanel))));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(sums), total);
-    }
+    for (s64 begin = 0; begin < depth; begin += 16, sums += kPanel)
+        sum_columns(staged + begin * kStaged, (std::min(depth, begin + 16) - begin) * 9, sums);
 }
 
 // Whether the summed channels begin .. end-1 (begin a multiple of 16) may be brought back together: by their number, or by

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vectors of the AVX2 path: eight floats, eight 32-bit integers, and four float64 (two make a Wide).
 //
-// The drivers (elementwise/quantize.h, elementwise/statistics.h, block/norm_*.h, ...) are written with the names below and know no instruction
-// set. Another path is another header with these names, kLanes being a multiple of 8. Floats and Doubles also have the operators
-// + - * /, which round once each. What a driver may rely on is said here, once:
+// The drivers (elementwise/vector, block/vector) are written with the names below and know no instruction
+// set. Another path is another header with these names, kLanes being a multiple of 8. Floats and Doubles also have the
+// operators + - * /, which round once each. What a driver may rely on is said here, once:
 //
 //   smaller, larger    the second operand where one is NaN
 //   fused              a * b + c with one rounding: only where a * b is exact, so that the reference rounds there too
@@ -29,8 +29,8 @@ namespace {
 using Floats = __m256;
 using Ints = __m256i;
 using Doubles = __m256d;
-using Mask = __m256;     // all bits of a lane, or none
-using BlockBits = u32;   // a bit for each element of four vectors
+using Mask = __m256;    // all bits of a lane, or none
+using BlockBits = u32;  // a bit for each element of four vectors
 
 constexpr int kLanes = 8;
 constexpr int kBlock = 4 * kLanes;
@@ -61,7 +61,9 @@ BYTEBACK_INLINE Ints xor32(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
 BYTEBACK_INLINE Ints shl32(Ints a, int n) { return _mm256_slli_epi32(a, n); }
 BYTEBACK_INLINE Ints shl32(Ints a, Ints n) { return _mm256_sllv_epi32(a, n); }
 BYTEBACK_INLINE Ints shr32(Ints a, int n) { return _mm256_srli_epi32(a, n); }
-BYTEBACK_INLINE bool any_greater(Ints a, Ints b) { return !_mm256_testz_si256(_mm256_cmpgt_epi32(a, b), _mm256_set1_epi32(-1)); }
+BYTEBACK_INLINE bool any_greater(Ints a, Ints b) {
+    return !_mm256_testz_si256(_mm256_cmpgt_epi32(a, b), _mm256_set1_epi32(-1));
+}
 BYTEBACK_INLINE bool any_negative_byte(Ints a) { return _mm256_movemask_epi8(a) != 0; }
 
 // ---- floats ----------------------------------------------------------------------------------------------------------

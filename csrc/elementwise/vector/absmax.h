@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// max|x| and counts of |x| > threshold: statistics that need no order, so any lane may take any row. Compiled once per path, behind its
-// vectors.
+// max|x| and counts of |x| > threshold: statistics that need no order, so any lane may take any row. Compiled once per path,
+// behind its vectors.
 //
 // Magnitudes are compared as integers. Non-negative floats have the order of their bits, and NaN lies above Inf: so a NaN
 // anywhere becomes the maximum without a test of its own.
@@ -36,7 +36,9 @@ struct Peak {
 
 struct Above {
     static constexpr bool reads_threshold = true;
-    static BYTEBACK_INLINE Ints step(Ints acc, Floats x, Floats threshold) { return counted(acc, greater(absolute(x), threshold)); }
+    static BYTEBACK_INLINE Ints step(Ints acc, Floats x, Floats threshold) {
+        return counted(acc, greater(absolute(x), threshold));
+    }
     static BYTEBACK_INLINE Ints join(Ints a, Ints b) { return add32(a, b); }
     static s64 join(s64 a, s64 b) { return a + b; }
 };
@@ -95,8 +97,7 @@ struct Period {
     }
 
     void set_thresholds(const Cut& cut, const Cut::Unit& unit, PerScale values) {
-        for (s64 e = 0; e < cut.together * unit.width; ++e)
-            threshold[e] = values.at(unit.outer, unit.channel + e % unit.width);
+        for (s64 e = 0; e < cut.together * unit.width; ++e) threshold[e] = values.at(unit.outer, unit.channel + e % unit.width);
     }
 
     // Joins the copies of each channel into its total and starts anew.

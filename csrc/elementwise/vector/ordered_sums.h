@@ -81,9 +81,9 @@ inline void add_vector(f64* to, const f64* from, s64 n) {
 
 // How a tensor is cut into subtrees; all but `blocks` and `tile` are powers of two.
 struct Forest {
-    s64 blocks;    // blocks of 64 rows
-    s64 leaves;    // blocks rounded up to a power of two
-    s64 tile;      // channels of a tile
+    s64 blocks;  // blocks of 64 rows
+    s64 leaves;  // blocks rounded up to a power of two
+    s64 tile;    // channels of a tile
     s64 tiles;
     s64 joint;     // neighbouring subtrees of a unit
     s64 residues;  // subtrees: of the blocks that are equal modulo this number

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantize, a vector of floats at a time; quantize_generic.cpp says the same in plain words. Compiled once per path, behind its vectors.
+// Quantize, a vector of floats at a time; quantize_generic.cpp says the same in plain words. Compiled once per path, behind its
+// vectors.
 //
 //   x ─ × inverse ─ NaN → 0 ─ clamp ±127 ─┬───────────── round half to even ─┬─► 4 vectors of int32 ─► int8
 //     └─► |x| > bound, |x| = Inf, max|x|  └─ + u ─ floor ────────────────────┘
 //
 // Every run of elements has its per-channel constants laid out beside it (Constants), a period of about 1024 elements that
-// stays in the first cache. So one loop serves a clip per tensor, per sample and per channel, wide rows and narrow ones.
+// stays in the first cache. So one loop is enough for a clip per tensor, per sample and per channel, wide rows and narrow ones.
 // A clip that counts as 0 has inverse 0 and bound Inf: y is 0 or NaN, both become 0, and nothing is saturated.
 //
 // Noise costs a hash for every pair of channels. Two ways to lay it out:
-//   pairs  channels last: a vector of hashes serves two vectors of neighbours, low half and high half.
+//   pairs  channels last: a vector of hashes is for two vectors of neighbours, low half and high half.
 //   table  where neighbours share no hash (NCHW), or pairs break at the end of a row (odd channels): a hash per element, at
 //          base + steps[e], which half being a shift.
 #pragma once

@@ -14,7 +14,7 @@ stable, their parameters may change between minor versions. The submodules are n
     activations.py    the activations of a fused block, one table
     backends/         the implementations, and which of them runs an operator on given tensors
     dispatch.py       how operators are registered, and the short way past PyTorch's dispatcher
-    quantizer.py      a quantizer's step as one operation; programs.py and magnitude.py: clip rules that backends know by heart
+    quantizer.py, programs.py, magnitude.py    a quantizer's step, and clips by a gradient's distribution
 """
 
 from __future__ import annotations

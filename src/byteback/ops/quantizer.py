@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.ops.backends import meta, reference
-from byteback.ops.backends.registry import Backend, backend_of
+from byteback.ops.backends.registry import backend_of
 from byteback.ops.block_grad import normalize_grad
 from byteback.ops.dispatch import define
 from byteback.ops.types import GradientParts
@@ -189,19 +188,18 @@ def factors(observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[
 
 
 def _backend(x: Gradient) -> Any:
-    backend = backend_of(x.parts.g if isinstance(x, BlockGradient) else x)
-    return _steps.get(backend) or _load(backend)
+    tensor = x.parts.g if isinstance(x, BlockGradient) else x
+    name = backend_of(tensor).steps
+    return _loaded.get(name) or _load(name)
 
 
-_FILES = {reference: "reference.quantizer", meta: "meta_quantizer"}
-_steps: dict[Backend, Any] = {}
+_loaded: dict[str, Any] = {}
 
 
-def _load(backend: Backend) -> Any:
-    """The steps of a backend, in a file that needs this one."""
-    name = _FILES.get(backend, "cpu.quantizer")
-    _steps[backend] = importlib.import_module(f"byteback.ops.backends.{name}").STEPS
-    return _steps[backend]
+def _load(name: str) -> Any:
+    """The steps of a backend, which itself needs this module."""
+    _loaded[name] = importlib.import_module(f"byteback.ops.backends.{name}").STEPS
+    return _loaded[name]
 
 
 # ---- the same as operators, for torch.compile: their arguments cannot hold Python objects, so numbers stand for settings ----

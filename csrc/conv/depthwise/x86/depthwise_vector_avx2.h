@@ -131,7 +131,8 @@ struct Wide {
 
     template <bool Stream>
     void write(const f32* factors, f32* out) const {
-        write_lane<Stream>(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31), factors, out);
+        write_lane<Stream>(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31), factors,
+                           out);
     }
 };
 

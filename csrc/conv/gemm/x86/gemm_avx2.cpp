@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Convolution as a matrix product on the AVX2 path: which multiply kernel serves.
+// Convolution as a matrix product on the AVX2 path: which multiply kernel is used.
 #include "core/avx2.h"
 #include "conv/gemm/x86/gemm_micro_avx2.h"
 // Made of the one above.

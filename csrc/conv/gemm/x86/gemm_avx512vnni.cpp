@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Convolution as a matrix product on the AVX-512 VNNI path: one multiply kernel serves, whatever the signs.
+// Convolution as a matrix product on the AVX-512 VNNI path: one multiply kernel for all signs.
 #include "core/avx512vnni.h"
 #include "conv/gemm/x86/gemm_micro_avx512vnni.h"
 // Made of the one above.

@@ -81,7 +81,8 @@ struct SignedPairs {
     static constexpr s64 kTileRows = 48;                    // so do this many rows of 256 values
 
     // Both multiplies before both additions is a few percent faster than alternating.
-    __attribute__((always_inline)) static void row(Vector& low, Vector& high, Vector b_low, Vector b_high, Vector, const char* a) {
+    __attribute__((always_inline)) static void row(Vector& low, Vector& high, Vector b_low, Vector b_high, Vector,
+                                                   const char* a) {
         Vector pair, product;
         asm volatile(
             "vbroadcastss %[a], %[pair]\n\t"

@@ -29,10 +29,11 @@ __attribute__((always_inline)) inline void multiply_row(__m512i& sum, __m512i b,
     else if constexpr (kRow % 2 == 1)
         asm volatile("vpdpwssd (%[a],%[step])%{1to16%}, %[b], %[sum]"
                      : [sum] "+v"(sum)
-                     : [b] "v"(b), [a] "r"(a), [step] "r"(kRow == 1   ? step.one
-                                                          : kRow == 3 ? step.three
-                                                          : kRow == 5 ? step.five
-                                                                      : step.seven));
+                     : [b] "v"(b), [a] "r"(a),
+                       [step] "r"(kRow == 1   ? step.one
+                                  : kRow == 3 ? step.three
+                                  : kRow == 5 ? step.five
+                                              : step.seven));
     else if constexpr (kRow == 4)
         asm volatile("vpdpwssd (%[a],%[step],4)%{1to16%}, %[b], %[sum]"
                      : [sum] "+v"(sum)

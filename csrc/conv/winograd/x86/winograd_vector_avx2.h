@@ -6,7 +6,7 @@
 
 #include <cstring>
 
-#include "conv/winograd/winograd_tile.h"
+#include "conv/winograd/x86/winograd_panel.h"
 
 namespace byteback {
 namespace {
@@ -15,11 +15,11 @@ using V = __m256i;
 using Half = __m256i;  // 16 channels of 16 bits
 using Floats = __m256;
 
-constexpr int kLanes = 8;               // of 32 bits
-constexpr int kChannels = 2 * kLanes;   // of 16 bits
+constexpr int kLanes = 8;              // of 32 bits
+constexpr int kChannels = 2 * kLanes;  // of 16 bits
 constexpr int kVectors = kPanel / kLanes;
-constexpr s64 kWeightBytes = 600 << 10; // of transformed weights, to stay in the second-level cache
-constexpr s64 kProducts = 2304;         // tiles times result channels whose products are kept, likewise
+constexpr s64 kWeightBytes = 600 << 10;  // of transformed weights, to stay in the second-level cache
+constexpr s64 kProducts = 2304;          // tiles times result channels whose products are kept, likewise
 
 inline V load(const void* from) { return _mm256_load_si256(static_cast<const V*>(from)); }
 inline void store(void* to, V v) { _mm256_store_si256(static_cast<V*>(to), v); }
@@ -116,9 +116,8 @@ template <class Transform, class Even, class Odd>
 __attribute__((always_inline)) inline void transform_pair(const Even& even, const Odd& odd, s16* to, s64 stride) {
     V first[kPositions];
     transform_tile<Transform>([&](int i) { return widen_to_pair(even(i)); }, [&](int position, V v) { first[position] = v; });
-    transform_tile<Transform>([&](int i) { return widen_to_pair(odd(i)); }, [&](int position, V v) {
-        store_pair(to + position * stride, first[position], v);
-    });
+    transform_tile<Transform>([&](int i) { return widen_to_pair(odd(i)); },
+                              [&](int position, V v) { store_pair(to + position * stride, first[position], v); });
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 
-#include "conv/winograd/winograd_tile.h"
+#include "conv/winograd/x86/winograd_panel.h"
 
 namespace byteback {
 namespace {
@@ -18,8 +18,8 @@ using V = __m512i;
 using Half = __m256i;  // 16 channels of 16 bits
 using Floats = __m512;
 
-constexpr int kLanes = 16;               // of 32 bits
-constexpr int kChannels = 2 * kLanes;    // of 16 bits
+constexpr int kLanes = 16;             // of 32 bits
+constexpr int kChannels = 2 * kLanes;  // of 16 bits
 constexpr int kVectors = kPanel / kLanes;
 constexpr s64 kWeightBytes = 600 << 10;  // of transformed weights, to stay in the second-level cache
 constexpr s64 kProducts = 3072;          // tiles times result channels whose products are kept, likewise
@@ -99,11 +99,12 @@ inline void for_vectors(s64 begin, s64 end, s64, const Body& body) {
     for (; c + 32 <= end; c += 32) body(c, LoadVector());
     if (end - c == 16)
         body(c, LoadPanel());
-    else if (c < end) body(c, LoadVectorTail{(1u << (end - c)) - 1});
+    else if (c < end)
+        body(c, LoadVectorTail{(1u << (end - c)) - 1});
 }
 
 // Two tiles of 16 channels as pairs: [position][channel][2], `stride` values from position to position. Bytes are interleaved
-// before they are widened, so that one transform serves both tiles.
+// before they are widened, so that one transform does both tiles.
 template <class Transform, class Even, class Odd>
 __attribute__((always_inline)) inline void transform_pair(const Even& even, const Odd& odd, s16* to, s64 stride) {
     const auto read = [&](int i) {

@@ -36,6 +36,9 @@ from byteback.ops.types import (
 path = None
 """The number of the native path: none."""
 
+steps = "meta_quantizer"
+"""The module of a quantizer's steps."""
+
 _FLOAT32, _FLOAT64, _INT64, _INT8, _UINT8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -16,6 +16,9 @@ FUNCTIONS = {name: next(getattr(f, name) for f in _FAMILIES if name in vars(f)) 
 class Cpu:
     """The native library on one path."""
 
+    steps = "cpu.quantizer"
+    """The module of a quantizer's steps."""
+
     def __init__(self, path: int) -> None:
         self.path = path
         for name, function in FUNCTIONS.items():

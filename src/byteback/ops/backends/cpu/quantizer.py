@@ -52,10 +52,16 @@ class NativeSteps(Steps):
         kept = clip if remember is None else kept.contiguous()
         counts = clip.numel(), kept.numel()
         _library.write_ledger(
-            _rows(state, slot, remember is not None, searched),
-            (flat(clip, _float32, counts[0]), counts[0], flat(kept, _float32, counts[1]), counts[1], iteration),
-            (saturated, deviation, own[0] if own else _NOT_MEASURED),
-            momentum,
+            **_rows(state, slot, remember is not None, searched),
+            used=flat(clip, _float32, counts[0]),
+            used_count=counts[0],
+            remembered=flat(kept, _float32, counts[1]),
+            remembered_count=counts[1],
+            iteration=iteration,
+            saturated=saturated,
+            deviation=deviation,
+            own=own[0] if own else _NOT_MEASURED,
+            momentum=momentum,
         )
 
 
@@ -77,20 +83,20 @@ def _is_ready(state: State, slot: int) -> bool:
     )
 
 
-def _rows(state: State, slot: int, remembers: bool, searched: bool) -> tuple[int, ...]:
+def _rows(state: State, slot: int, remembers: bool, searched: bool) -> dict[str, int]:
     """The addresses of the slot's numbers, 0 for those that stay as they are."""
     clip, initialized, updated_at, observed, seen, tracked, *_ = state
     entries = clip.shape[1]
     row, byte = slot * entries * 4, slot * 4
-    return (
-        known(clip) + row if remembers else 0,
-        known(initialized) + byte,
-        known(updated_at) + 2 * byte if searched else 0,
-        known(observed) + COLUMNS * byte,
-        0 if tracked is None else known(tracked) + row,
-        known(seen) + byte,
-        entries,
-    )
+    return {
+        "clip": known(clip) + row if remembers else 0,
+        "initialized": known(initialized) + byte,
+        "updated_at": known(updated_at) + 2 * byte if searched else 0,
+        "observed": known(observed) + COLUMNS * byte,
+        "tracked": 0 if tracked is None else known(tracked) + row,
+        "seen": known(seen) + byte,
+        "channels": entries,
+    }
 
 
 STEPS = NativeSteps()

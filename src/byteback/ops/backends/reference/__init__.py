@@ -82,3 +82,6 @@ __all__ = [
 
 path = None
 """The number of the native path: none."""
+
+steps = "reference.quantizer"
+"""The module of a quantizer's steps (ops/quantizer.py), which is loaded late: it is made of operators."""
