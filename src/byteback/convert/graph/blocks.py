@@ -15,9 +15,8 @@ from torch import fx, nn
 
 from byteback.convert.graph.nodes import Nodes, is_sum, why_not_fused
 from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, trace
-from byteback.nn.fused.block import ActivationName, Block
-
-AFTER_A_SUM = ("relu", "relu6")
+from byteback.nn.fused.activations import WITH_MASK
+from byteback.nn.fused.block import Block
 
 
 @dataclass(frozen=True)
@@ -138,10 +137,10 @@ class _Matcher:
         if user is not None and adds:
             last, ends = user, "add"
             value, user = self.nodes.only_user(last)
-        activation: ActivationName = "none"
+        activation = "none"
         module = None
         kind = self.nodes.activation(user, value) if user is not None else None
-        if user is not None and kind and (not adds or kind in AFTER_A_SUM):
+        if user is not None and kind and (not adds or kind in WITH_MASK):
             last, ends, activation, module = user, "activation", kind, self.nodes.names.get(user)
         if ends == "conv":
             return self.why_alone(chain.conv, owners)

@@ -13,28 +13,10 @@ from torch import fx, nn
 
 from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
 from byteback.nn import FusedConvolution, Int8Layer
-from byteback.nn.fused.block import ActivationName
+from byteback.nn.fused.activations import BY_MODULE, BY_TARGET
 from byteback.nn.layers.frozen_norm import FusedNorm, is_frozen_norm
 
 _NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
-_MODULES: dict[type[nn.Module], ActivationName] = {
-    nn.ReLU: "relu",
-    nn.ReLU6: "relu6",
-    nn.Hardtanh: "relu6",
-    nn.Hardswish: "hardswish",
-    nn.SiLU: "silu",
-}
-_FUNCTIONS: dict[object, ActivationName] = {
-    F.relu: "relu",
-    torch.relu: "relu",
-    torch.relu_: "relu",
-    "relu": "relu",  # the tensor's own methods
-    "relu_": "relu",
-    F.relu6: "relu6",
-    F.hardtanh: "relu6",
-    F.hardswish: "hardswish",
-    F.silu: "silu",
-}
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _METADATA = ("size", "dim", "ndimension", "numel", "stride", "is_contiguous", "get_device")
 
@@ -86,20 +68,20 @@ class Nodes:
             return False
         return _float_class(module).forward is base.forward
 
-    def activation(self, node: fx.Node, value: fx.Node) -> ActivationName | None:
+    def activation(self, node: fx.Node, value: fx.Node) -> str | None:
         """Returns the name of an activation applied to `value`; None if the node is something else or has no fused form."""
         if not node.args or node.args[0] is not value:
             return None
         module = self.modules.get(node)
         if module is None:
-            kind = _FUNCTIONS.get(node.target) if _is_call(node) else None
+            kind = BY_TARGET.get(node.target) if _is_call(node) else None
             return None if node.target is F.hardtanh and _limits(node) != (0, 6) else kind
-        base = next((base for base in type(module).__mro__ if base in _MODULES), None)
+        base = next((base for base in type(module).__mro__ if base in BY_MODULE), None)
         if base is None or "forward" in module.__dict__ or _float_class(module).forward is not base.forward:
             return None
         if isinstance(module, nn.Hardtanh) and (module.min_val, module.max_val) != (0, 6):
             return None
-        return _MODULES[base]
+        return BY_MODULE[base]
 
     def is_residual(self, node: fx.Node, value: fx.Node) -> bool:
         """Whether a node adds to `value` another tensor that, as far as the graph shows, has the same shape."""

@@ -26,10 +26,11 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from byteback.nn.fused.activations import BY_MODULE
 from byteback.nn.layers.frozen_norm import has_frozen_name
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_LEAVES = (*CONVOLUTIONS, nn.modules.batchnorm._BatchNorm, nn.ReLU, nn.Hardtanh, nn.Hardswish, nn.SiLU, nn.Identity)
+_LEAVES = (*CONVOLUTIONS, nn.modules.batchnorm._BatchNorm, *BY_MODULE, nn.Identity)
 _PLAIN = (type(None), bool, int, float, str)
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 from byteback import ops
 from byteback.nn.autograd import ConvProducts
+from byteback.nn.fused.activations import BY_CALL, WITH_MASK
 from byteback.nn.fused.block import Block, Call, Stages, run_block
 from byteback.nn.fused.sources import LazyActivation, Poolable
 from byteback.ops.contract import layout
@@ -220,7 +221,7 @@ def _activation(name: str, inplace: bool | None) -> Callable[..., Tensor | None]
     def stage(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         if not _open(input) or input.stages.reached == "activation":  # type: ignore[attr-defined]
             return None
-        if input.stages.residual is not None and name not in ("relu", "relu6"):  # type: ignore[attr-defined]
+        if input.stages.residual is not None and name not in WITH_MASK:  # type: ignore[attr-defined]
             return None
         writes = inplace if inplace is not None else bool(args[0] if args else kwargs.get("inplace", False))
         return input._next(writes, activation=name, reached="activation")  # type: ignore[attr-defined]
@@ -255,15 +256,8 @@ def _waits_for_add(x: Any) -> bool:
 
 _STAGES: dict[Any, Callable[..., Tensor | None]] = {
     F.batch_norm: _batch_norm,
-    F.relu: _activation("relu", None),
-    torch.relu: _activation("relu", False),
-    torch.relu_: _activation("relu", True),
-    Tensor.relu: _activation("relu", False),
-    Tensor.relu_: _activation("relu", True),
-    F.relu6: _activation("relu6", None),
+    **{call: _activation(name, writes) for call, (name, writes) in BY_CALL.items()},
     F.hardtanh: _hardtanh,
-    F.hardswish: _activation("hardswish", None),
-    F.silu: _activation("silu", None),
     torch.add: _add(False),
     Tensor.add: _add(False),
     Tensor.__add__: _add(False),
