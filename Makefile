@@ -40,7 +40,7 @@ fuzz: $(STAMP) ## 10,000 drawn cases of every operator against an oracle; ARGS='
 sanitize: $(STAMP) ## kernel and block tests under ASan and UBSan, kernels in many threads under TSan (a quarter of an hour)
 	PYTHONPATH=tests $(BIN)/python -m sanitize $(ARGS)
 
-CPP := $(shell find csrc tests/sanitize \( -name '*.h' -o -name '*.cpp' \) -not -path 'csrc/bindings/*')
+CPP := $(shell find csrc tests/sanitize \( -name '*.h' -o -name '*.cpp' \))
 
 # The same tools with the same settings (pyproject.toml) as .pre-commit-config.yaml, over the whole tree.
 check: $(STAMP) ## lint, formatting, types, spelling

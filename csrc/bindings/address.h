@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all bindings share: a tensor comes as an address, and a function is called in the version of the path that was asked for.
+// What all bindings share: a tensor comes as an address, and a function is called in the version of the path that is asked for.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ T* at(Address address) {
 }  // namespace
 }  // namespace byteback
 
-// BYTEBACK_CALL(name, arguments...) picks the elementwise function of this name by `path`. avx512vnni has none of its own: every
-// path but the generic one runs on a machine with AVX2.
+// BYTEBACK_CALL(name, arguments...) picks the elementwise function of this name by `path`. avx512vnni has none of its own;
+// every path but the generic one runs on a machine with AVX2.
 #ifdef BYTEBACK_AVX2
 #define BYTEBACK_CALL(name, ...) \
     (static_cast<Path>(path) == Path::generic ? generic::name(__VA_ARGS__) : avx2::name(__VA_ARGS__))

@@ -71,7 +71,7 @@ const char* conv_normalize_batch(int path, const ConvShape& shape, const Forward
     const s8 *x = at<const s8>(operands.a), *w = at<const s8>(operands.b);
     f32* y = at<f32>(given.x);
     const Path chosen = static_cast<Path>(path);
-    const char* kernel = conv_counted(chosen, shape, x, w, factor.get(), y, s, threads);
+    const char* kernel = conv_with_stats(chosen, shape, x, w, factor.get(), y, s, threads);
     if (!kernel) {
         kernel = conv_output(chosen, shape, x, w, factor.get(), y, threads);
         BYTEBACK_CALL(channel_stats, pass.rows, pass.channels, y, s.total, s.squares, s.low, s.high, threads);

@@ -99,7 +99,7 @@ std::string conv_normalize(int path, const ConvShape& shape, const ForwardPass& 
         from, to, threads,
         [](const Epilogue& finish, void* context) {
             Call& c = *static_cast<Call*>(context);
-            c.kernel = conv_finished(c.path, c.shape, c.x, c.w, c.factor, finish, c.threads);
+            c.kernel = conv_with_epilogue(c.path, c.shape, c.x, c.w, c.factor, finish, c.threads);
         },
         &call);
     if (!call.kernel) return "";

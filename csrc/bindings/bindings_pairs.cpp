@@ -116,8 +116,8 @@ void normalize_grad_quantize_by_ratio(int path, const Backward& from, const Quan
     write_report(reports[1], bounds, from.channels, to);
 }
 
-// Clips and copies of dx at once, from the sum and the sum of squares of each channel of dx; values and scale are 0 where no copy
-// by one clip is wanted. The shares that are Gaussian, how many values each copy cut off, and how many are not finite.
+// Clips and copies of dx at once, from the sum and the sum of squares of each channel of dx; values and scale are 0 where no
+// copy by one clip is wanted. The shares that are Gaussian, how many values each copy cut off, and how many are not finite.
 std::tuple<f64, f64, s64, s64, s64> gradient_pair(int path, const Backward& from, const MagnitudeClips& rule, Address total,
                                                   Address squares, Address key, Address clip, Address clips, Address values,
                                                   Address scale, Address values_each, Address scale_each, int threads) {

@@ -12,8 +12,8 @@
 
 namespace byteback {
 
-// Two int8 operands and their scales. b_scale is 0 where a_scale holds the whole factor, factor[i * row + j * column]; else both
-// are single scales, whose product it is: two numbers are not worth a tensor operation of the caller's.
+// Two int8 operands and their scales. b_scale is 0 where a_scale holds the whole factor, factor[i * row + j * column]; else
+// both are single scales, whose product it is: two numbers are not worth a tensor operation of the caller's.
 struct Operands {
     Address a, b, a_scale, b_scale;
     s64 row, column;

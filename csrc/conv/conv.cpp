@@ -48,8 +48,8 @@ const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w,
     return "generic/direct";
 }
 
-const char* conv_finished(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, const Epilogue& finish,
-                          int threads) {
+const char* conv_with_epilogue(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, const Epilogue& finish,
+                               int threads) {
     return vector_output(path, s, x, w, factor, nullptr, threads, &finish);
 }
 
@@ -67,8 +67,8 @@ bool gives_whole_rows(const ConvShape& s, Algorithm algorithm) {
 }  // namespace
 #endif
 
-const char* conv_counted(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, const Statistics& to,
-                         int threads) {
+const char* conv_with_stats(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y,
+                            const Statistics& to, int threads) {
 #ifdef BYTEBACK_AVX2
     const s64 rows = s.batch * s.out_pixels();
     const bool large = rows * s.out_channels * 4 >= kCountedBytes;

@@ -14,10 +14,10 @@ const char* conv_grad_input(Path, const ConvShape&, const s8* g, const s8* w, Fa
 const char* conv_grad_weight(Path, const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
 
 // The output in the hands of an epilogue; null where no kernel of the path can do that, and then nothing was done.
-const char* conv_finished(Path, const ConvShape&, const s8* x, const s8* w, Factor, const Epilogue&, int threads);
+const char* conv_with_epilogue(Path, const ConvShape&, const s8* x, const s8* w, Factor, const Epilogue&, int threads);
 
 // The output and its statistics for each channel in one go. Null where no kernel of the path can do that, or where the output
 // is so small that it is as well read again; then nothing was done.
-const char* conv_counted(Path, const ConvShape&, const s8* x, const s8* w, Factor, f32* y, const Statistics&, int threads);
+const char* conv_with_stats(Path, const ConvShape&, const s8* x, const s8* w, Factor, f32* y, const Statistics&, int threads);
 
 }  // namespace byteback

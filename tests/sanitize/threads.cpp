@@ -145,7 +145,7 @@ void add_products(Path path, std::vector<Call>& calls) {
 void add_finished(Path path, std::vector<Call>& calls) {
     for (const Named& named : convolutions()) {
         const ConvShape s = named.shape;
-        calls.push_back({std::string("conv_finished of ") + named.name, [=](int threads) {
+        calls.push_back({std::string("conv_with_epilogue of ") + named.name, [=](int threads) {
                              const s64 rows = s.batch * s.out_pixels(), channels = s.out_channels;
                              Room<f32> y(rows * channels);
                              Room<s8> q(rows * channels);
@@ -163,8 +163,8 @@ void add_finished(Path path, std::vector<Call>& calls) {
                                  [](const Epilogue& finish, void* given_context) {
                                      const Context& c = *static_cast<Context*>(given_context);
                                      const s8* operand = given().bytes.data();
-                                     conv_finished(c.path, c.shape, operand, operand + (1 << 19),
-                                                   {given().positive.data(), 0, 1}, finish, c.threads);
+                                     conv_with_epilogue(c.path, c.shape, operand, operand + (1 << 19),
+                                                        {given().positive.data(), 0, 1}, finish, c.threads);
                                  },
                                  &context);
                              Bytes all;
@@ -175,13 +175,13 @@ void add_finished(Path path, std::vector<Call>& calls) {
                          }});
     }
     // 8 MB of output are counted on their way to memory.
-    calls.push_back({"conv_counted", [=](int threads) {
+    calls.push_back({"conv_with_stats", [=](int threads) {
                          const ConvShape s = convolution(1, 3, 32, 1, 260, 1, 1, 0);
                          Room<f32> y(s.out_pixels() * s.out_channels), low(s.out_channels), high(s.out_channels);
                          Room<f64> total(s.out_channels), squares(s.out_channels);
                          const s8* operand = given().bytes.data();
-                         conv_counted(path, s, operand, operand + (1 << 19), {given().positive.data(), 0, 1}, y,
-                                      {total, squares, low, high}, threads);
+                         conv_with_stats(path, s, operand, operand + (1 << 19), {given().positive.data(), 0, 1}, y,
+                                         {total, squares, low, high}, threads);
                          Bytes all;
                          total.add_to(all), squares.add_to(all), low.add_to(all), high.add_to(all), y.add_to(all);
                          return all;
