@@ -30,6 +30,7 @@ from byteback.nn.autograd import ConvProducts
 from byteback.nn.fused.activations import BY_CALL, WITH_MASK
 from byteback.nn.fused.block import Block, Call, Stages, run_block
 from byteback.nn.fused.sources import LazyActivation, Poolable
+from byteback.ops.backends.registry import runs_blocks
 from byteback.ops.contract import layout
 
 _PLAIN = (Tensor, nn.Parameter, LazyActivation, Poolable)
@@ -43,18 +44,13 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
     block: Block | None = layer.int8_block
     if block is None or torch.compiler.is_compiling() or torch._C._is_tracing() or type(x) not in _PLAIN:
         return False
-    if x.dtype != torch.float32 or not _runs_blocks(x) or torch.is_autocast_enabled(x.device.type):
+    if x.dtype != torch.float32 or not runs_blocks(x) or torch.is_autocast_enabled(x.device.type):
         return False
     if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or _has_any_global_hook() or _is_hooked(layer):
         return False
     return not any(map(_is_hooked, block.swallowed))
-
-
-def _runs_blocks(x: Tensor) -> bool:
-    """Whether there are kernels for blocks where x is stored."""
-    return x.device.type == "cpu"
 
 
 def _is_hooked(module: nn.Module) -> bool:
