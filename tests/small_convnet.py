@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small network to prepare, and what prepare made of its layers: for the tests of convert.py."""
+"""A small network to prepare, and what prepare made of its layers: for the tests of convert/."""
 
 from __future__ import annotations
 

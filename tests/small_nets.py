@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nets of a few lines, and what find_blocks says about them: for the tests of the graph pass (tests/fuse)."""
+"""Nets of a few lines, and what find_blocks says about them: for the tests of the graph pass (tests/convert/graph)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from byteback.fuse import Block, Plan, find_blocks
+from byteback.convert.graph import Block, Plan, find_blocks
 from byteback.torchvision_compat import load
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The house has floors, and dependencies point down only.
 
-    cli → report_page → train, bench → fuse, bind, convert, serving, lr_scaling, report, memory, export
-        → nn → recipes → quantize → ops
+    cli → report_page → train, bench → convert, lr_scaling, inspect, export → nn → recipes → quantize → ops
 
-`tables`, `near`, `models`, `torchvision_compat` and `detection_ops` are leaves: every floor above ops may use them, they use
-none (models may use near and torchvision_compat, that detection_ops, and that ops). Every import statement of
-src/byteback is read with ast; an offence is named as file:line.
+`tables`, `suggestions`, `models`, `torchvision_compat` and `detection_ops` are leaves: every floor above ops may use
+them, they use none (models may use suggestions and torchvision_compat, that detection_ops, and that ops). Inside the rooms
+above nn no two files import each other in a circle. Every import statement of src/byteback is read with ast; an offence is
+named as file:line.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ import byteback
 
 PACKAGE = Path(byteback.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
 
 FLOORS = {
     "ops": 0,
     "quantize": 1,
     "recipes": 2,
     "nn": 3,
-    **dict.fromkeys(("fuse", "bind", "convert", "serving", "lr_scaling", "report", "memory", "export"), 4),
+    **dict.fromkeys(("convert", "lr_scaling", "inspect", "export"), 4),
     "__init__": 5,  # the public names show floors 0 to 4; the trainer and the command line are users of them
     **dict.fromkeys(("train", "bench"), 6),
     "report_page": 7,
@@ -38,13 +39,14 @@ FLOORS = {
 }
 LEAVES: dict[str, set[str]] = {
     "tables": set(),
-    "near": set(),
+    "suggestions": set(),
     "detection_ops": {"ops"},
     "torchvision_compat": {"detection_ops"},
-    "models": {"near", "torchvision_compat"},
+    "models": {"suggestions", "torchvision_compat"},
 }
 # Rooms of floor 4 may use each other downwards in this order only, or two of them could need each other.
-FOURTH_FLOOR = ["fuse", "bind", "convert", "serving", "lr_scaling", "report", "memory", "export"]
+FOURTH_FLOOR = ["convert", "lr_scaling", "inspect", "export"]
+WITHOUT_CIRCLES = ["convert", "inspect", "train", "bench", "report_page", "models"]
 CORE_MAY_IMPORT = {"byteback", "torch", "numpy", *sys.stdlib_module_names}
 # Optional, so only inside the function that needs it.
 LAZY = {"tables": {"rich"}, "torchvision_compat": {"torchvision"}, "models": {"torchvision"}}
@@ -59,7 +61,7 @@ class Import(NamedTuple):
 
 
 def room(file: Path) -> str:
-    """The first part of a file's name inside the package: 'ops' for ops/block.py, 'convert' for convert.py."""
+    """The first part of a file's name inside the package: 'ops' for ops/block.py, 'cli' for cli.py."""
     return file.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
@@ -120,7 +122,7 @@ def where(file: Path, line: int) -> str:
 
 
 def test_there_are_files_to_look_at() -> None:
-    assert {"ops", "quantize", "recipes", "nn", "convert", "lr_scaling", "report"} <= {room(file) for file in FILES}
+    assert {"ops", "quantize", "recipes", "nn", "convert", "lr_scaling", "inspect"} <= {room(file) for file in FILES}
 
 
 def test_every_room_has_a_floor() -> None:
@@ -143,6 +145,47 @@ def test_only_the_cpu_backend_loads_the_native_library() -> None:
     loads = [str(file.relative_to(PACKAGE)) for file in FILES if '"byteback._native"' in file.read_text(encoding="utf-8")]
     imports_it = [str(file.relative_to(PACKAGE)) for file in FILES for item in found_in(file) if "_native" in item.module]
     assert loads == ["ops/backends/cpu/library.py"] and not imports_it
+
+
+def needs(file: Path) -> set[str]:
+    """The files that a file imports, by their module's name; of a package its __init__.py."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            # `from byteback.train import loop` needs the file loop.py
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in MODULES else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & MODULES.keys()
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Names that need each other, the first again at the end; empty if there are none."""
+    done: set[str] = set()
+
+    def walk(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name in done:
+            return []
+        found = next((found for other in sorted(graph.get(name, ())) if (found := walk(other, [*way, name]))), [])
+        done.add(name)
+        return found
+
+    return next((found for name in sorted(graph) if (found := walk(name, []))), [])
+
+
+@pytest.mark.parametrize("name", WITHOUT_CIRCLES)
+def test_no_two_files_of_a_room_need_each_other(name: str) -> None:
+    own = {module: file for module, file in MODULES.items() if f"{module}.".startswith(f"byteback.{name}.")}
+    assert own, f"there is no room {name}"
+    assert not (found := circle({module: needs(file) & own.keys() for module, file in own.items()})), " → ".join(found)
+
+
+def test_a_circle_is_seen() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 def test_core_floors_import_torch_numpy_and_the_standard_library_only() -> None:
@@ -187,8 +230,7 @@ def test_every_file_opens_with_its_licence_and_says_what_it_is_for() -> None:
     [
         ("nn", "ops", True),
         ("nn", "recipes", True),
-        ("report", "convert", True),
-        ("convert", "fuse", True),
+        ("inspect", "convert", True),
         ("lr_scaling", "convert", True),
         ("cli", "train", True),
         ("quantize", "tables", True),
@@ -197,8 +239,9 @@ def test_every_file_opens_with_its_licence_and_says_what_it_is_for() -> None:
         ("quantize", "recipes", False),
         ("recipes", "nn", False),
         ("nn", "convert", False),
-        ("convert", "report", False),
-        ("fuse", "convert", False),
+        ("convert", "inspect", False),
+        ("convert", "lr_scaling", False),
+        ("inspect", "train", False),
         ("export", "train", False),
         ("train", "cli", False),
         ("report_page", "train", True),
@@ -208,12 +251,12 @@ def test_every_file_opens_with_its_licence_and_says_what_it_is_for() -> None:
         ("detection_ops", "ops", True),
         ("detection_ops", "nn", False),
         ("torchvision_compat", "models", False),
-        ("__init__", "report", True),
+        ("__init__", "inspect", True),
         ("__init__", "models", True),
         ("train", "__init__", True),
         ("train", "UnifiedInt8", True),
         ("__init__", "train", False),
-        ("report", "UnifiedInt8", False),
+        ("inspect", "UnifiedInt8", False),
         ("nn", "__init__", False),
     ],
 )

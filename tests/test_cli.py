@@ -45,7 +45,7 @@ def test_train_compares_float_with_a_recipe_on_embedded_data(tmp_path: Path) -> 
         pytest.param(["train", "--data", "cifar10", "--data-path", "no", "--no-download"], "data_batch_1", id="no data"),
         pytest.param(["train", "--epoch", "1"], "--epochs", id="misspelt flag"),
         pytest.param(["report", "absent"], "there is no folder absent", id="missing run"),
-        pytest.param(["report"], "name the folder of a run", id="no run to report on"),
+        pytest.param(["report"], "give the folder of a run", id="no run to report on"),
         pytest.param(["eval", "absent.pt"], "no such checkpoint", id="missing checkpoint"),
         pytest.param(["train", "--model", "resnet21"], "resnet20", id="misspelt model"),
         pytest.param(["train", "--lr", "fast"], "lr", id="word for a number"),
@@ -73,7 +73,7 @@ def test_doctor_names_the_paths_and_why() -> None:
     for path in paths.PATHS:
         assert path in done.stdout
     assert "digits" in done.stdout and "cifar10" in done.stdout
-    assert f"operators take the path {paths.available()[0]}" in done.stdout
+    assert f"operators use the path {paths.available()[0]}" in done.stdout
 
 
 def test_the_bare_command_helps_and_the_version_is_told() -> None:

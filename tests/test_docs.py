@@ -199,9 +199,9 @@ def test_the_reader_finds_paths_and_blocks() -> None:
 
 def test_the_reader_knows_what_exists() -> None:
     page = ROOT / "README.md"
-    for path in ("src/byteback/ops", "ops/activations.py", "activations.py", "src/byteback/{convert,report}.py", "tests/"):
+    for path in ("src/byteback/ops", "ops/activations.py", "activations.py", "src/byteback/{cli,tables}.py", "tests/"):
         assert exists(path, page), path
-    for path in ("no_such.py", "ops/no_such.py", "src/byteback/{convert,nothing}.py", "docs/none.md"):
+    for path in ("no_such.py", "ops/no_such.py", "src/byteback/{cli,nothing}.py", "docs/none.md"):
         assert not exists(path, page), path
 
 

@@ -119,7 +119,7 @@ def _patched() -> nn.Conv2d:
     return layer
 
 
-@pytest.mark.parametrize(("odd", "why"), [(Channels, "'channels' of its own"), (_patched, "forward was replaced")])
+@pytest.mark.parametrize(("odd", "why"), [(Channels, "an attribute 'channels'"), (_patched, "forward was replaced")])
 def test_a_layer_that_cannot_be_swapped_safely_stays_float(odd: type, why: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), odd())
     byteback.prepare(model, "plain-int8")

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byteback trains convolutional networks in INT8, forward and back.
+"""Byteback trains convolutional networks in int8, in the forward and in the backward pass.
 
 byteback.prepare(model, byteback.UnifiedInt8())      # the convolutions now train in int8
-byteback.scale_learning_rates(optimizer, model)      # per-layer learning-rate factors, where the recipe has them
+byteback.scale_learning_rates(optimizer, model)      # learning-rate factors per layer, if the recipe has them
 """
 
+import sys as _sys
+
 from byteback import models
-from byteback.convert import enabled, float_state_dict, prepare, restore
+from byteback.convert import enabled, float_state_dict, freeze, prepare, restore, unfreeze
+from byteback.inspect import old_paths as _old_paths
+from byteback.inspect.health import Health, RoleHealth, health
+from byteback.inspect.memory import MemoryReport, memory, tune_malloc
+from byteback.inspect.summary import LayerSummary, Summary, summary
 from byteback.lr_scaling import LearningRateScaling, scale_learning_rates
-from byteback.memory import MemoryReport, memory, tune_malloc
 from byteback.nn import Int8Conv1d, Int8Conv2d, Int8Conv3d, Int8Linear
 from byteback.ops.backends.paths import path
 from byteback.quantize import Choice, ClipRule, MaxAbs, Memory, NonFiniteError, QTensor, TensorRule
@@ -22,13 +27,13 @@ from byteback.recipes import (
     Recipe,
     UnifiedInt8,
 )
-from byteback.report import Health, LayerSummary, RoleHealth, Summary, health, summary
-from byteback.serving import freeze, unfreeze
 
 __version__ = "0.1.0"
 
+_sys.modules.update({f"{__name__}.report": _old_paths, f"{__name__}.memory": _old_paths})  # for pickles of earlier versions
+
 __all__ = [
-    # convert a model and look at it
+    # convert a model and inspect it
     "prepare",
     "restore",
     "enabled",
@@ -47,7 +52,7 @@ __all__ = [
     "PlainInt8",
     "UnifiedInt8",
     "DistributionAdaptiveInt8",
-    # what recipes are made of
+    # the parts of a recipe
     "TensorRule",
     "ClipRule",
     "MaxAbs",
@@ -63,7 +68,7 @@ __all__ = [
     "Int8Conv3d",
     "Int8Linear",
     "QTensor",
-    # what the functions return and raise
+    # return values and errors of the functions
     "Summary",
     "LayerSummary",
     "Health",

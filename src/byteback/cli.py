@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `byteback`. Its flags come from dataclasses; there is no parser here.
 
-byteback train            a network in float32 and in int8, side by side, on the same seeds and data
-byteback report           one HTML page of runs: table, curves, speed, memory, layers, gradients
-byteback eval             a checkpoint on the test images
-byteback recipes, models  what there is to choose from
-byteback bench step       a network's whole training step against PyTorch FP32, with its parts and its memory
-byteback bench growth     the same ratio over batch and image sizes
-byteback bench inference  the forward pass in eval mode against PyTorch FP32
-byteback bench detect     a detector's training step, whole and the network's part of it
-byteback bench kernels    the three products of a network's layers against PyTorch FP32
-byteback verify           every native path against the reference on this machine
-byteback doctor           what this machine and this build can run, and why
+byteback train            trains a network in float32 and in int8 with the same seeds and data, and compares them
+byteback report           writes an HTML page about runs: table, curves, speed, memory, layers, gradients
+byteback eval             evaluates a checkpoint on the test images
+byteback recipes, models  lists the recipes, or the networks
+byteback bench step       times a training step of a network against PyTorch FP32, with its parts and its memory
+byteback bench growth     the same ratio for several batch sizes and image sizes
+byteback bench inference  times the forward pass in eval mode against PyTorch FP32
+byteback bench detect     times a training step of a detector, and the part of its network
+byteback bench kernels    times the three products of the layers of a network against PyTorch FP32
+byteback verify           compares every native path with the reference on this machine
+byteback doctor           shows what this machine and this build can run, and why
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def main() -> None:
         from rich.console import Console
 
         from byteback import __version__
-        from byteback.bench import detect, doctor, growth, inference, kernels, step, verify
+        from byteback.bench import detect, growth, inference, kernels, step
+        from byteback.inspect import doctor, verify
         from byteback.report_page import command as report
-        from byteback.train import config_file, evaluate, listing, side_by_side
+        from byteback.train import config_file, data, evaluate, listing, side_by_side
         from byteback.train.config import TrainConfig
     except ImportError as error:
         sys.exit(f"byteback: {_NEEDS.format(name=error.name)}")
@@ -45,8 +46,11 @@ def main() -> None:
         return
     if not sys.argv[1:]:
         sys.argv.append("--help")
-    warnings.formatwarning = lambda message, *_, **__: f"byteback: warning: {message}\n"  # where it was raised helps no user
-    # name -> (dataclass with the flags, what to do with it); a command that returns False has failed, a number is its exit code
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"byteback: warning: {message}\n"
+    )  # the line of code does not help a user
+    facts = doctor.Facts(__version__, data.VARIABLE, data.state)
+    # name -> (dataclass of the flags, function); a function that returns False has failed, a number is the exit code
     commands: dict[str, tuple[type, Callable[[Any, Console], Any]]] = {
         "train": (TrainConfig, functools.partial(side_by_side.run, when_done=report.after_training)),
         "report": (report.ReportConfig, report.run),
@@ -59,36 +63,36 @@ def main() -> None:
         "bench inference": (inference.InferenceConfig, inference.run),
         "bench detect": (detect.DetectConfig, detect.run),
         "verify": (verify.VerifyConfig, verify.run),
-        "doctor": (doctor.DoctorConfig, doctor.run),
+        "doctor": (doctor.DoctorConfig, functools.partial(doctor.run, facts=facts)),
     }
     bench = _bench({name.split()[1]: kind for name, (kind, _) in commands.items() if name.startswith("bench ")})
     flags: dict[str, Any] = {name.split()[0]: bench if " " in name else kind for name, (kind, _) in commands.items()}
     try:
-        if sys.argv[1] == "train":  # its defaults may come from a file
+        if sys.argv[1] == "train":  # its default values may come from a file
             config = config_file.from_command_line(sys.argv[2:])
         else:
             config = tyro.extras.subcommand_cli_from_dict(flags, prog="byteback", description="INT8 training of CNNs.")
         run = next(command for kind, command in commands.values() if kind is type(config))
-        # A pipe has no width of its own, and rich would fold wide tables to 80 columns.
+        # A pipe has no width, and rich would wrap wide tables at 80 columns.
         code = run(config, Console(width=None if sys.stdout.isatty() else 180))
     except BrokenPipeError:
-        # Whoever read the output has gone (`byteback models | head`): nothing to say, nor at exit, when Python flushes.
+        # The reader has closed the output (`byteback models | head`): print nothing, also not when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, ImportError, RuntimeError, OSError) as error:
         sys.exit(f"byteback: {error}")
     except KeyboardInterrupt:
-        print("\nbyteback: stopped at once; what was saved before is still there.", file=sys.stderr)
+        print("\nbyteback: stopped at once; the last saved checkpoint is still there.", file=sys.stderr)
         sys.exit(130)
     sys.exit(1 if code is False else code if isinstance(code, int) and code is not True else 0)
 
 
 def _bench(kinds: dict[str, type]) -> Callable[[Any], Any]:
-    """The command of commands `byteback bench`: a function whose only argument is one of them."""
+    """Returns the command `byteback bench`: a function whose only argument is one of its subcommands."""
     import tyro
 
     def bench(what: Any) -> Any:
-        """Measure against PyTorch FP32: kernels alone, a training step, its growth, inference, or a detector."""
+        """Time int8 against PyTorch FP32: kernels alone, a training step, its growth, inference, or a detector."""
         return what
 
     named = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in kinds.items())

@@ -47,8 +47,8 @@ def test_sizes_come_from_the_table_unless_given() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (StepConfig(model="deeplabv3_resnet50"), "no network for classification"),
-        (StepConfig(model="resnet50", image_size=32), "no variant for such small images"),
+        (StepConfig(model="deeplabv3_resnet50"), "not a network for classification"),
+        (StepConfig(model="resnet50", image_size=32), "no variant for images of 32 pixels"),
         (StepConfig(rounds=0), "rounds is 0"),
         (StepConfig(seconds=0.0), "seconds is 0"),
     ],

@@ -129,12 +129,16 @@ def test_detection_models_are_built_without_a_download(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "image_size", "message"),
     [
-        ("resnt20", 32, r"unknown network 'resnt20'.*Did you mean resnet20.*alexnet, inception_v3.*At image size 32"),
-        ("resnet50", 32, r"There are alexnet.*no variant for such small images"),
-        ("resnet18", 16, r"resnet20, resnet56, resnet8.*only the small ResNets take images that small"),
-        ("resnet20", 4, r"image_size is 4; below 8x8.*Enlarge"),
+        (
+            "resnt20",
+            32,
+            r"unknown network 'resnt20'.*Did you mean resnet20.*alexnet, inception_v3.*no variant for images of 32 pixels",
+        ),
+        ("resnet50", 32, r"Known names: alexnet.*no variant for images of 32 pixels"),
+        ("resnet18", 16, r"resnet20, resnet56, resnet8.*of 16 pixels there are only the small ResNets"),
+        ("resnet20", 4, r"image_size is 4; it must be at least 8.*Enlarge"),
         pytest.param("resnet20", 64, r"for images of 8 to 32 pixels", marks=needs_torchvision),
-        pytest.param("resnet19", 224, r"Did you mean resnet1.*no network of torchvision", marks=needs_torchvision),
+        pytest.param("resnet19", 224, r"Did you mean resnet1.*not a network of torchvision", marks=needs_torchvision),
         pytest.param("alexnet", 48, r"48 is too small for torchvision's alexnet.*63x63", marks=needs_torchvision),
     ],
 )
@@ -144,9 +148,9 @@ def test_wrong_names_and_sizes_are_explained(name: str, image_size: int, message
 
 
 def test_wrong_counts_are_explained() -> None:
-    with pytest.raises(ValueError, match=r"resnet18 was asked for 1 input channels.*Repeat the channels"):
+    with pytest.raises(ValueError, match=r"in_channels is 1, but resnet18.*Repeat the channels"):
         build("resnet18", in_channels=1)
-    with pytest.raises(ValueError, match=r"resnet20 was asked for 0 classes"):
+    with pytest.raises(ValueError, match=r"num_classes is 0 .* for resnet20"):
         build("resnet20", num_classes=0)
 
 

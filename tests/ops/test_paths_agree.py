@@ -18,7 +18,7 @@ import torch
 import byteback
 from byteback import ops
 from byteback.bench.shapes import NETWORKS, ConvCase, network_cases
-from byteback.bench.verify import FIXED, Geometry, drawn, drawn_clip, products
+from byteback.inspect.verify import FIXED, Geometry, drawn, drawn_clip, products
 from byteback.ops.backends import paths as kernel_paths
 
 NATIVE = [path for path in kernel_paths.available() if path != "reference"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import byteback
 from byteback import ops
-from byteback.bench.verify import Geometry
+from byteback.inspect.verify import Geometry
 from byteback.ops.backends import paths
 from byteback.ops.contract.limits import MAX_INT32_DEPTH
 

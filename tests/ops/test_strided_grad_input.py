@@ -13,7 +13,7 @@ import torch
 
 import byteback
 from byteback import ops
-from byteback.bench.verify import Geometry
+from byteback.inspect.verify import Geometry
 from byteback.ops.backends import paths
 
 PATHS = [path for path in paths.available() if path not in ("reference", "generic")]

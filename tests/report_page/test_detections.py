@@ -56,7 +56,7 @@ def test_the_titles_state_the_scores(make_run: Any) -> None:
     found = group_of(make_run(detect=True))["findings"]
     assert found["accuracy"] == "unified-int8 ends 0.20 ± 0.00 points below float32"
     assert found["precision"] == (
-        "At an overlap of 50 % the average precision is 98.05 % in float32 and 97.85 % in unified-int8"
+        "The average precision at an overlap of 50 % is 98.05 % in float32 and 97.85 % in unified-int8"
     )
 
 
@@ -116,7 +116,7 @@ def change(path: Path, how: Any) -> None:
         (lambda r: r["images"][0]["found"][0].update(score="high"), "a score"),
         (lambda r: r["precision"].update({"50": [[0.5], None]}), "precision"),
         (lambda r: r.update(format=2), "has format 2, but this version reads 1. Update byteback"),
-        (lambda r: r.update(classes=["square", "disc"]), "knows other classes than"),
+        (lambda r: r.update(classes=["square", "disc"]), "has other classes than"),
     ],
 )
 def test_a_file_that_is_none_is_named(make_run: Any, how: Any, says: str) -> None:

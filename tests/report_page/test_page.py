@@ -91,9 +91,11 @@ def test_the_titles_state_the_numbers(make_run: Any) -> None:
     _, _, data = page_of(make_run())
     found = data["groups"][0]["findings"]
     assert found["accuracy"] == "unified-int8 ends 0.20 ± 0.00 points below float32"
-    assert found["speed"] == "unified-int8 trains at 1.80 times float32's speed and keeps 0.50 times its bytes for backward"
+    assert (
+        found["speed"] == "unified-int8 trains at 1.80 times the speed of float32 and stores 0.50 times its bytes for backward"
+    )
     assert "0.012" in found["deviation"] and "layer1.0.downsample.0" in found["deviation"]
-    assert "0.90 of its learning rate" in found["learning_rate"]
+    assert "factor is 0.90" in found["learning_rate"]
     assert "27 times smaller" in found["clip"]
 
 
@@ -141,9 +143,9 @@ def test_a_run_that_is_still_going_shows_what_there_is(make_run: Any) -> None:
     fresh = folder / "recipe2/seed0/metrics.jsonl"
     fresh.parent.mkdir(parents=True)
     fresh.write_text("")
-    assert write([folder], folder / "report.html") == [f"{fresh} is empty: nothing to show of it yet"]
+    assert write([folder], folder / "report.html") == [f"{fresh} is empty, so there is nothing to show yet"]
     text, parsed, _ = page_of(folder)
-    assert "2, epoch 2 of 4" in parsed.cells and "still going: float32 seed 0 at epoch 2 of 4" in text
+    assert "2, epoch 2 of 4" in parsed.cells and "in progress: float32 seed 0 at epoch 2 of 4" in text
 
 
 def test_a_run_before_its_first_epoch_has_a_page_too(make_run: Any) -> None:
@@ -173,11 +175,11 @@ def test_a_run_without_pictures_has_a_page(make_run: Any) -> None:
     [
         ("metrics.jsonl", b"", "metrics.jsonl is empty"),
         ("metrics.jsonl", b'{"kind": "st', "metrics.jsonl is empty"),
-        ("metrics.jsonl", b'{"kind": "epoch", "epoch": 3}\n', "does not open with a whole record of kind `start`"),
+        ("metrics.jsonl", b'{"kind": "epoch", "epoch": 3}\n', "does not start with a complete record of kind `start`"),
         ("metrics.jsonl", b'{"kind": "start"}\n', "no recipe, seed, model"),
-        ("metrics.jsonl", b'\xff\xfe\n{"kind": "end"}\n', "metrics.jsonl, line 1, is not a record"),
-        ("metrics.jsonl", b"[1, 2]\n", "metrics.jsonl, line 1, is not a record"),
-        ("histograms.jsonl", b'{"epoch": \n{}\n', "histograms.jsonl, line 1, is not a record"),
+        ("metrics.jsonl", b'\xff\xfe\n{"kind": "end"}\n', "metrics.jsonl, line 1, is not a JSON record"),
+        ("metrics.jsonl", b"[1, 2]\n", "metrics.jsonl, line 1, is not a JSON record"),
+        ("histograms.jsonl", b'{"epoch": \n{}\n', "histograms.jsonl, line 1, is not a JSON record"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(make_run: Any, name: str, contents: bytes, says: str) -> None:
@@ -194,11 +196,11 @@ def test_mistakes_are_explained(make_run: Any, tmp_path: Path) -> None:
         write([digits, other], tmp_path / "x.html")
     with pytest.raises(ValueError, match=r"there is no folder .*absent"):
         write([tmp_path / "absent"], tmp_path / "x.html")
-    with pytest.raises(ValueError, match="is no run of `byteback train`"):
+    with pytest.raises(ValueError, match="is not a run of `byteback train`"):
         write([tmp_path], tmp_path / "x.html")
     with pytest.raises(ValueError, match=r"no folder .*nowhere for the page"):
         write([digits], tmp_path / "nowhere/x.html")
-    with pytest.raises(ValueError, match="name the folder of a run"):
+    with pytest.raises(ValueError, match="give the folder of a run"):
         run(ReportConfig(()), Console())
 
 
@@ -212,7 +214,7 @@ def test_a_page_that_fails_does_not_fail_the_training_before_it(make_run: Any, c
     folder = make_run()
     (folder / "recipe0/seed0/metrics.jsonl").write_bytes(b"damaged\n")
     after_training(folder, Console())
-    assert "There is no page of it" in capsys.readouterr().out
+    assert "The report page could not be written" in capsys.readouterr().out
 
 
 def test_long_runs_are_thinned(make_run: Any) -> None:

@@ -61,21 +61,21 @@ def test_a_members_folder_and_its_checkpoint_name_the_run(run: Path, tmp_path: P
 
 def test_a_checkpoint_of_another_recipe_is_refused(run: Path) -> None:
     shutil.copy(run / "plain-int8" / "seed0" / "last.pt", run / "unified-int8" / "seed0" / "last.pt")
-    with pytest.raises(ValueError, match=r"last\.pt was begun with another recipe: .*PlainInt8.*UnifiedInt8"):
+    with pytest.raises(ValueError, match=r"last\.pt was started with another recipe: .*PlainInt8.*UnifiedInt8"):
         train("--resume", str(run))
 
 
 def test_a_config_that_was_edited_is_refused(run: Path) -> None:
     file = run / "config.toml"
     file.write_text(file.read_text().replace("momentum = 0.9\n", "momentum = 0.8\n"))
-    with pytest.raises(ValueError, match=r"was begun with another momentum: 0\.9, and this is 0\.8"):
+    with pytest.raises(ValueError, match=r"was started with another momentum: 0\.9 instead of 0\.8"):
         train("--resume", str(run))
 
 
 def test_other_images_are_refused(run: Path) -> None:
     path = run / "unified-int8" / "seed0" / "last.pt"
     checkpoint.save(path, {**checkpoint.load(path), "images": [1400, 360]})
-    with pytest.raises(ValueError, match=r"begun with another images: \[1400, 360\], and this is \[1437, 360\]"):
+    with pytest.raises(ValueError, match=r"started with another images: \[1400, 360\] instead of \[1437, 360\]"):
         train("--resume", str(run))
 
 
@@ -87,7 +87,9 @@ def test_a_member_joins_only_its_own_recipe(finished: Path, tmp_path: Path) -> N
     start, *rest = read_lines(metrics)
     start["recipe_data"]["norm_memory"] = "float32"
     metrics.write_text("\n".join(json.dumps(record) for record in (start, *rest)) + "\n")
-    with pytest.raises(ValueError, match=r"unified-int8 with seed 0 in .* was begun with norm_memory = float32, which is not"):
+    with pytest.raises(
+        ValueError, match=r"unified-int8 with seed 0 in .* was started with norm_memory = float32, but the name now"
+    ):
         train("--resume", str(run), "--seeds", "1")
     assert not (run / "unified-int8" / "seed1").exists()
     train("--resume", str(run))  # nothing is left to do
@@ -98,13 +100,15 @@ def test_the_command_stays_the_first_one_and_other_threads_are_said(
 ) -> None:
     summary = run / "summary.json"
     summary.write_text(json.dumps({**json.loads(summary.read_text()), "command": "byteback train --the-first"}))
-    assert "The run was begun with 1 threads" in train("--resume", str(run), "--threads", "2")
+    assert "The run was started with 1 threads" in train("--resume", str(run), "--threads", "2")
     assert json.loads(summary.read_text())["command"] == "byteback train --the-first"
     hashes = [member["state_sha256"] for member in json.loads(summary.read_text())["members"]]
     assert len(hashes) == 2 and all(hashes)
 
 
-@pytest.mark.parametrize(("more", "says"), [("--config", "own config.toml"), ("--output-dir", "writes where the run is")])
+@pytest.mark.parametrize(
+    ("more", "says"), [("--config", "uses the config.toml of the run"), ("--output-dir", "writes into the folder of the run")]
+)
 def test_what_has_no_place_beside_resume_is_refused(finished: Path, more: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         from_command_line(["--resume", str(finished), more, "elsewhere"])
@@ -139,11 +143,11 @@ def test_eval_refuses_images_that_the_network_cannot_take(finished: Path) -> Non
     evaluate(EvalConfig(str(path)), console)
     contents = checkpoint.load(path)
     assert f"accuracy {contents['progress']['test_accuracy']:.2%}" in console.file.getvalue()  # type: ignore[attr-defined]
-    for change, says in (({"image_size": 9}, "9x9 pixels"), ({"classes": 9}, "knows 9 classes")):
+    for change, says in (({"image_size": 9}, "9x9 pixels"), ({"classes": 9}, "trained on 9 classes")):
         checkpoint.save(path.with_name("other.pt"), {**contents, **change})
         with pytest.raises(ValueError, match=says):
             evaluate(EvalConfig(str(path.with_name("other.pt"))), console)
     named = {"class_names": [*"abcdefghij"]}
-    with pytest.raises(ValueError, match=r"knows 10 classes \(a, b.*\), but folder:x has 10 classes \(k, "):
+    with pytest.raises(ValueError, match=r"was trained on 10 classes \(a, b.*\), but folder:x has 10 classes \(k, "):
         checkpoint.must_know({**contents, **named}, "folder:x", 10, [*"klmnopqrst"])
     checkpoint.must_know({**contents, **named}, "digits", 10, [])

@@ -206,9 +206,9 @@ def table(root: Path, text: str) -> Path:
     ("text", "message"),
     [
         ("file,label\na.png,0\nb.png,0\n", "every clip has the label '0'; a classifier needs two"),
-        ("file,label\na.png,0\nb.png\n", r"labels\.csv, line 3: it lacks the file or the label"),
-        ("file,label\na.png,0\nb.png,\n", r"labels\.csv, line 3: it lacks"),
-        ("file,label,split\na.png,0,train\nb.png,0,test\nc.png,1,test\n", "no clip with the label '1' is for training"),
+        ("file,label\na.png,0\nb.png\n", r"labels\.csv, line 3: the file or the label is missing"),
+        ("file,label\na.png,0\nb.png,\n", r"labels\.csv, line 3: the file or the label"),
+        ("file,label,split\na.png,0,train\nb.png,0,test\nc.png,1,test\n", "no training clip has the label '1'"),
     ],
 )
 def test_a_table_that_cannot_be_right(tmp_path: Path, text: str, message: str) -> None:
@@ -281,7 +281,7 @@ def test_folders_of_videos_are_trained_on(tmp_path: Path) -> None:
 def test_what_is_wrong_with_clips_is_said(frames: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="there is no folder"):
         data.load(f"frames:{tmp_path}/none")
-    with pytest.raises(ValueError, match="has 0 folders of classes"):
+    with pytest.raises(ValueError, match="has 0 classes"):
         data.load(f"frames:{tmp_path}")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -305,8 +305,8 @@ def test_what_is_wrong_with_clips_is_said(frames: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": "moving-items"}, "--task classify does not go with --data moving-items"),
-        ({"task": "video"}, "--task video does not go with --data digits. Video has moving-items, frames:PATH"),
+        ({"data": "moving-items"}, "--task classify does not work with --data moving-items"),
+        ({"task": "video"}, "--task video does not work with --data digits. Use --task video with moving-items"),
         ({"task": "video", "data": "moving-items", "frames": 0}, "--frames is 0"),
     ],
     ids=str,

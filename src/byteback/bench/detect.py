@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback bench detect`: a detector's training step against PyTorch FP32, whole and the network's part of it.
+"""`byteback bench detect`: times a training step of a detector against PyTorch FP32, and the part of its network.
 
-The network's part is backbone, pyramid and heads, forward and back, on one batch with given proposals and given gradients at
-the outputs; what it leaves out (resizing, anchors, matching, nms, the losses, the optimizer) is the same float code on both
-sides. All sides run in turns in one process, malloc tuned; float32 counts in its faster memory format.
+The part of the network is backbone, pyramid and heads, forward and backward, on one batch with fixed proposals and fixed
+gradients of the outputs. The rest (resizing, anchors, matching, nms, losses, optimizer) is the same float code on all sides.
+All sides alternate in one process, with malloc tuned. The ratio is to float32 in its faster memory format.
 """
 
 from __future__ import annotations
@@ -28,25 +28,31 @@ from byteback.train.detect.run import total
 from byteback.train.variants import FLOAT, parse
 
 _WARM, _BATCHES = 1, 4
-_PROPOSALS = 512  # for each image: what torchvision's Faster R-CNN trains its box head on if nothing else is said
+_PROPOSALS = 512  # per image: the default of torchvision's Faster R-CNN
 
 
 @dataclass(frozen=True)
 class DetectConfig:
-    """A detector's training step against PyTorch FP32."""
+    """Time a training step of a detector in int8 against PyTorch FP32."""
 
     model: str = "retinanet_resnet50_fpn"
+    """Name of the detector."""
     backbone: str | None = None
-    """resnet18, resnet50 or mobilenet_v3_large. Default: resnet18, and its own for an SSD."""
+    """resnet18, resnet50 or mobilenet_v3_large. Default: resnet18, or mobilenet_v3_large for an SSD."""
     recipes: tuple[str, ...] = ("unified-int8", "distribution-adaptive-int8")
+    """Recipes to time."""
     data: str | None = None
     """voc:PATH or coco:PATH. Default: noise of 640x480 pixels with twelve boxes."""
     box_samples: int | None = None
-    """Proposals of an image that Faster R-CNN's second stage is trained on. Default: 512, torchvision's."""
+    """Proposals per image that train the second stage of Faster R-CNN. Default: 512 as in torchvision."""
     image_size: int = 320
+    """Pixels of the shorter side."""
     batch_size: int = 4
+    """Images per step."""
     rounds: int = 5
+    """Number of interleaved rounds, of which the median is reported."""
     json: Path | None = None
+    """Write the results to this file."""
 
 
 class Side:
@@ -69,10 +75,10 @@ class Side:
         self.optimizer.step()
 
     def network(self, images: Any, proposals: list[Tensor], grads: list[Tensor]) -> None:
-        """Backbone, pyramid and heads, forward and back; `grads` is filled at the first call."""
+        """Runs backbone, pyramid and heads, forward and backward. The first call fills `grads`."""
         model = self.model
         model.zero_grad(set_to_none=True)
-        if self.recipe is not None:  # as the hooks of a prepared model do around its forward
+        if self.recipe is not None:  # the hooks of a prepared model do this around its forward
             begin_forward(model, ())
         features: dict[str, Tensor] = model.backbone(images.tensors)
         if hasattr(model, "rpn"):
@@ -88,7 +94,7 @@ class Side:
 
 
 def run(config: DetectConfig, console: Console) -> None:
-    """Prints the table."""
+    """Runs the command."""
     if config.rounds < 1 or config.batch_size < 1:
         raise ValueError("bench detect: --rounds and --batch-size must be at least 1.")
     if config.backbone is None:
@@ -131,7 +137,7 @@ def _milliseconds(action: Callable[..., None], *args: Any) -> float:
 
 
 def _batches(config: DetectConfig) -> tuple[list[Any], int]:
-    """(images, targets) for each step, and the number of classes."""
+    """Returns (images, targets) for each step, and the number of classes."""
     if config.data:
         data = source.load(config.data, config.image_size, True, 0)
         chosen = torch.arange(_BATCHES * config.batch_size) % len(data.train)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback bench growth`: how the gain of a training step changes with the batch and the image, and whether it has a cliff.
+"""`byteback bench growth`: the speed-up of a training step for several batch sizes and image sizes.
 
-Every cell is the median ratio of float32 (in its faster memory format) to int8, in turns in one process, malloc tuned.
+Every cell is the median ratio of float32 (in its faster memory format) to int8. Both alternate in one process, with malloc
+tuned.
 """
 
 from __future__ import annotations
@@ -17,27 +18,31 @@ from rich.progress import track
 
 from byteback import tables
 from byteback.bench.training_step import Setting, Side, Variant
-from byteback.memory import tune_malloc
+from byteback.inspect.memory import tune_malloc
 
 
 @dataclass(frozen=True)
 class GrowthConfig:
-    """A training step's ratio to PyTorch FP32 over batch and image sizes."""
+    """Time a training step against PyTorch FP32 for several batch sizes and image sizes."""
 
     model: str = "resnet18"
-    """a name of `byteback bench step`"""
+    """Name of the network, as in `byteback bench step`."""
     recipe: str = "unified-int8"
+    """Name of the recipe."""
     batches: tuple[int, ...] = (1, 4, 16, 64, 256)
+    """Batch sizes."""
     images: tuple[int, ...] = (32, 64, 128, 224)
+    """Image sizes in pixels."""
     seconds: float = 4.0
-    """for each cell"""
+    """Seconds per cell."""
     most_pixels: int = 64 * 224 * 224
-    """cells with more pixels in a batch are left out: float32 would not fit into the memory"""
+    """Skip cells with more pixels per batch, because float32 would not fit into memory."""
     json: Path | None = None
+    """Write the results to this file."""
 
 
 def run(config: GrowthConfig, console: Console) -> None:
-    """Prints the table."""
+    """Runs the command."""
     tune_malloc()
     pairs = [(b, i) for b in config.batches for i in config.images if b * i * i <= config.most_pixels]
     ratios: dict[tuple[int, int], float] = {}
@@ -55,7 +60,7 @@ def run(config: GrowthConfig, console: Console) -> None:
 
 
 def step_ratio(setting: Setting, seconds: float) -> float:
-    """Median of float32's time over int8's."""
+    """Returns the median of the time of float32 divided by that of int8."""
     floats = [Side(setting, Variant(False, last)) for last in (False, True)]
     int8 = Side(setting, Variant(True, True))
     warm = [min(_milliseconds(side) for _ in range(2)) for side in (*floats, int8)]

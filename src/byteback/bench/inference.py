@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback bench inference`: a forward pass in eval mode without gradients, int8 against PyTorch FP32.
+"""`byteback bench inference`: times a forward pass in eval mode without gradients, int8 against PyTorch FP32.
 
-float32 runs in its faster memory format; both sides in turns in one process, malloc tuned. The int8 network has trained a few
-steps first, so that it has the clips that eval uses, and is frozen as a served one would be.
+float32 runs in its faster memory format. Both sides alternate in one process, with malloc tuned. The int8 network is trained
+for some steps first, because eval mode uses the clips of training, and then frozen, as it would be for deployment.
 """
 
 from __future__ import annotations
@@ -21,26 +21,31 @@ import byteback
 from byteback import tables
 from byteback.bench.step import DEFAULTS
 from byteback.bench.training_step import Setting, Side, Variant
-from byteback.memory import tune_malloc
+from byteback.inspect.memory import tune_malloc
 
-_TRAINED = 2  # steps, of few images
+_TRAINED = 2  # training steps before the first measurement
 
 
 @dataclass(frozen=True)
 class InferenceConfig:
-    """The forward pass in eval mode against PyTorch FP32."""
+    """Time the forward pass in eval mode against PyTorch FP32."""
 
     models: tuple[str, ...] = ("resnet18", "resnet50", "mobilenet_v2")
+    """Names of the networks."""
     batches: tuple[int, ...] = (1, 32)
+    """Batch sizes."""
     image_size: int | None = None
+    """Pixels of a side. The default depends on the network."""
     recipe: str = "unified-int8"
+    """Name of the recipe."""
     seconds: float = 3.0
-    """for each network and batch"""
+    """Seconds per network and batch size."""
     json: Path | None = None
+    """Write the results to this file."""
 
 
 def run(config: InferenceConfig, console: Console) -> None:
-    """Prints the table."""
+    """Runs the command."""
     tune_malloc()
     jobs = [(name, batch) for name in config.models for batch in config.batches]
     rows, results = [], []
@@ -56,7 +61,7 @@ def run(config: InferenceConfig, console: Console) -> None:
 
 
 def measure(setting: Setting, seconds: float) -> tuple[float, float, float]:
-    """Milliseconds of float32 and int8, and the median ratio."""
+    """Returns the milliseconds of float32 and int8, and the median ratio."""
     floats = [_evaluated(setting, Variant(False, last)) for last in (False, True)]
     int8 = _evaluated(setting, Variant(True, True))
     images = {id(side): side.images[: setting.batch].contiguous(memory_format=side.layout) for side in (*floats, int8)}

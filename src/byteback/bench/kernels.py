@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback bench kernels`: the three products of a network's layers, int8 against PyTorch FP32, in one run.
+"""`byteback bench kernels`: times the three products of the layers of a network, int8 against PyTorch FP32, in one run.
 
-Every product is checked against the reference before it is timed. The two sides are interleaved and the ratio is the
-median over rounds; PyTorch gets the faster of contiguous and channels_last. The int8 side starts from int8 operands and
-includes quantizing and packing the weight; a second ratio adds the clip and quantization of the activation or gradient.
-Layers that the float table takes from int8 (nn/float_table.py) are timed like the others and marked: their ratio is still
-that of the int8 kernel, and a second geometric mean counts them as the 1.0 that a user gets.
-malloc is tuned for both sides unless told otherwise.
+Every product is checked against the reference before it is timed. The two sides are interleaved, and the ratio is the median
+over rounds. PyTorch uses the faster of contiguous and channels_last. The int8 side starts from int8 operands and includes
+quantizing and packing the weight; a second ratio also includes the clip and quantization of the activation or gradient.
+Layers that fall back to float (nn/float_table.py) are timed like the others and marked: their ratio is still that of the int8
+kernel, and a second geometric mean counts them as 1.0, which is what a user gets. malloc is tuned for both sides by default.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 
 from byteback import ops, tables
 from byteback.bench.shapes import ConvCase, cases
-from byteback.memory import tune_malloc
+from byteback.inspect.memory import tune_malloc
 from byteback.nn.layers.float_table import why_float
 from byteback.ops.backends import paths
 from byteback.ops.products import explain
@@ -37,18 +36,18 @@ PRODUCTS = ("output", "grad_input", "grad_weight")
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Time the three products of a network's layers in int8 against PyTorch FP32."""
+    """Time the three products of the layers of a network in int8 against PyTorch FP32."""
 
     shapes: tuple[str, ...] = ("resnet18", "resnet50", "mobilenet_v2")
     """Networks (resnet18, resnet20, resnet50, mobilenet_v2, vgg16, inception_v3) or CSV files of shapes."""
     json: Path | None = None
-    """Write the figures to this file."""
+    """Write the results to this file."""
     explain: bool = False
-    """Also say which algorithm serves each product, and why."""
+    """Also print which algorithm each product uses, and why."""
     rounds: int = 9
-    """Interleaved rounds; the median counts."""
+    """Number of interleaved rounds, of which the median is reported."""
     malloc: Literal["tuned", "default"] = "tuned"
-    """tuned: both sides keep freed memory (byteback.tune_malloc), so that page faults do not drown the kernels."""
+    """tuned: both sides keep freed memory (byteback.tune_malloc), so that page faults do not dominate the times."""
     kind: str | None = None
     """Only shapes of this class: 3x3_s1, 1x1, strided, depthwise, other."""
 
@@ -67,14 +66,14 @@ class Timing:
     ratio_with_quantize: float
 
     @property
-    def float_serves(self) -> str | None:
-        """Why such a layer runs in float all the same; None where int8 serves."""
+    def falls_back(self) -> str | None:
+        """Why such a layer falls back to float; None if it runs in int8."""
         return why_float(self.case.geometry)
 
     @property
-    def served_ratio(self) -> float:
-        """The ratio that a user gets who does not ask for strict int8."""
-        return 1.0 if self.float_serves else self.ratio
+    def user_ratio(self) -> float:
+        """The ratio without Recipe.strict: 1.0 for a layer that falls back to float."""
+        return 1.0 if self.falls_back else self.ratio
 
     @property
     def gmacs(self) -> float:
@@ -89,7 +88,7 @@ class Operands:
         generator = torch.Generator().manual_seed(0)
         last = torch.channels_last
         oh, ow = case.out
-        # After ReLU, as most inputs of a network are: half of it zero, nothing negative.
+        # After a ReLU, as most inputs of a layer are: half of the values are zero, none is negative.
         self.x = torch.randn(case.batch, case.in_channels, case.height, case.width, generator=generator).relu_()
         weight_size = (case.out_channels, case.in_channels // case.groups, case.kernel_h, case.kernel_w)
         self.w = torch.randn(weight_size, generator=generator)
@@ -111,7 +110,7 @@ class Operands:
         return ops.quantize_max(x, -1, key)[:2]
 
     def int8(self, product: str) -> Tensor:
-        """From int8 activations, with the weight quantized anew as in every training step."""
+        """Computes a product from int8 activations; the weight is quantized each time, as in a training step."""
         if product == "grad_weight":
             return ops.conv_int8_grad_weight(self.g_q, self.g_scale, self.x_q, self.x_scale, self.w.shape, *self.geometry)
         w_q, w_scale = self.quantized(self.w_last)
@@ -144,7 +143,7 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def _check(case: ConvCase, operands: Operands, product: str) -> str:
-    """The kernel that served, after its result was compared with the reference's."""
+    """Compares the result of a product with the reference. Returns the name of its kernel."""
     result = operands.int8(product)
     kernel = paths.last_kernel() or "reference"
     with paths.path("reference"):
@@ -191,7 +190,7 @@ def _geomean(ratios: list[float]) -> float:
 
 
 def summarize(timings: list[Timing]) -> dict[str, object]:
-    """Geometric means by class and product, over all, and the slowest."""
+    """Returns geometric means by class and product and over all, and the slowest product."""
     kinds = sorted({t.case.kind for t in timings})
     classes = {
         kind: {p: round(_geomean([t.ratio for t in timings if t.case.kind == kind and t.product == p]), 3) for p in PRODUCTS}
@@ -201,8 +200,8 @@ def summarize(timings: list[Timing]) -> dict[str, object]:
     return {
         "classes": classes,
         "geomean": round(_geomean([t.ratio for t in timings]), 3),
-        "geomean_served": round(_geomean([t.served_ratio for t in timings]), 3),
-        "float_serves": sum(t.float_serves is not None for t in timings),
+        "geomean_served": round(_geomean([t.user_ratio for t in timings]), 3),
+        "float_serves": sum(t.falls_back is not None for t in timings),
         "products": len(timings),
         "slowest": {
             "network": slowest.network,
@@ -216,14 +215,14 @@ def summarize(timings: list[Timing]) -> dict[str, object]:
 
 
 def _fp32_peak() -> float:
-    """Billions of multiplications per second that this machine reaches in a large float32 matrix product."""
+    """Measures billions of multiplications per second in a large float32 matrix product."""
     a = torch.randn(1536, 1536)
     best = min(_timed(lambda: a @ a) for _ in range(8))
     return 1536**3 / best / 1e6
 
 
 def run(config: KernelsConfig, console: Console) -> list[Timing]:
-    """The command."""
+    """Runs the command."""
     if config.malloc == "tuned":
         tune_malloc()
     peak = _fp32_peak()
@@ -243,7 +242,7 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
             timings += measured
             for t in measured:
                 rows.append(
-                    [str(case), t.case.kind, t.product, t.kernel + (" (float serves)" if t.float_serves else "")]
+                    [str(case), t.case.kind, t.product, t.kernel + (" (falls back to float)" if t.falls_back else "")]
                     + [f"{t.int8_ms:.2f}", f"{t.float_ms:.2f}", f"{t.ratio:.2f}", f"{t.ratio_with_quantize:.2f}"]
                     + [f"{t.gmacs:.0f}", f"{t.gmacs / peak:.0%}"]
                     + ([_reason(case, t)] if config.explain else [])
@@ -258,11 +257,11 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
     console.print(f"\nall {summary['geomean']}, slowest {summary['slowest']}")
     if summary["float_serves"]:
         console.print(
-            f"float serves {summary['float_serves']} of {summary['products']} products unless a recipe is strict; with those "
-            f"counted as 1.0: all {summary['geomean_served']}"
+            f"{summary['float_serves']} of {summary['products']} products fall back to float unless a recipe is strict; with "
+            f"those counted as 1.0: all {summary['geomean_served']}"
         )
     if config.json:
-        details = [{**asdict(t), "case": str(t.case), "kind": t.case.kind, "float_serves": t.float_serves} for t in timings]
+        details = [{**asdict(t), "case": str(t.case), "kind": t.case.kind, "float_serves": t.falls_back} for t in timings]
         config.json.write_text(json.dumps({**summary, "layers": details}, indent=2) + "\n")
         console.print(f"written to {config.json}")
     return timings
@@ -283,4 +282,4 @@ def _reason(case: ConvCase, timing: Timing) -> str:
         [case.batch, case.out_channels, oh, ow],
         ([case.stride] * 2, [case.padding_h, case.padding_w], [case.dilation] * 2, case.groups),
     )
-    return int8 + (f"; float serves: {timing.float_serves}" if timing.float_serves else "")
+    return int8 + (f"; falls back to float: {timing.falls_back}" if timing.falls_back else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The convolutions of real networks, found by running the network on meta tensors: no list to keep true by hand."""
+"""The convolutions of real networks, found by running the network on meta tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from byteback import models
 from byteback.convert import first_convolution
 from byteback.nn.layers.float_table import Geometry
 
-# network -> (name for models.build, image size, batch): the settings that the README's figures are for
+# network -> (name for models.build, image size, batch): the settings of the README
 NETWORKS = {
     "resnet18": ("resnet18", 32, 128),
     "resnet20": ("resnet20", 32, 128),
@@ -29,7 +29,7 @@ NETWORKS = {
 
 @dataclass(frozen=True, order=True)
 class ConvCase:
-    """One 2-D convolution: batch, channels, image, kernel. `count` says how often the network has it."""
+    """One 2-D convolution: batch, channels, image, kernel. `count` is how often the network has it."""
 
     batch: int
     in_channels: int
@@ -47,7 +47,7 @@ class ConvCase:
 
     @property
     def kind(self) -> str:
-        """The class of the benchmark's summary: depthwise, strided, 1x1, 3x3_s1 or other."""
+        """The class in the summary of the benchmark: depthwise, strided, 1x1, 3x3_s1 or other."""
         if self.groups == self.in_channels == self.out_channels and self.groups > 1:
             return "depthwise"
         if self.stride > 1:
@@ -68,7 +68,7 @@ class ConvCase:
 
     @property
     def geometry(self) -> Geometry:
-        """What the float table knows of such a layer."""
+        """The geometry for the float table."""
         kernel, stride = (self.kernel_h, self.kernel_w), (self.stride, self.stride)
         return Geometry(self.in_channels, self.out_channels, self.groups, kernel, stride, (self.dilation, self.dilation))
 
@@ -85,9 +85,9 @@ class ConvCase:
 
 
 def network_cases(name: str, batch: int | None = None) -> list[ConvCase]:
-    """The int8 convolutions of a network (without its first one, which stays float), each shape once."""
+    """Returns the int8 convolutions of a network (not the first one, which stays float), each shape once."""
     if name not in NETWORKS:
-        raise ValueError(f"bench: no network {name!r}; there are {', '.join(NETWORKS)}, or give a CSV file of shapes.")
+        raise ValueError(f"bench: unknown network {name!r}. Use one of {', '.join(NETWORKS)}, or a CSV file of shapes.")
     model_name, size, default_batch = NETWORKS[name]
     model = models.build(model_name, image_size=size).to("meta")
     first = first_convolution(model)
@@ -127,7 +127,7 @@ def _values(case: ConvCase) -> dict[str, int]:
 
 
 def file_cases(path: Path) -> list[ConvCase]:
-    """Shapes from a CSV file whose header names ConvCase's fields; missing columns keep their defaults."""
+    """Reads shapes from a CSV file with the fields of ConvCase as columns. Missing columns have their default values."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     known = {field.name for field in fields(ConvCase)}
@@ -139,5 +139,5 @@ def file_cases(path: Path) -> list[ConvCase]:
 
 
 def cases(which: str) -> list[ConvCase]:
-    """The cases of a network by name, or of a CSV file by its path."""
+    """Returns the cases of a network by name, or of a CSV file by path."""
     return file_cases(Path(which)) if which.endswith(".csv") else network_cases(which)

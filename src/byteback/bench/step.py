@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback bench step`: a whole training step of a network, int8 against PyTorch FP32.
+"""`byteback bench step`: times a whole training step of a network, int8 against PyTorch FP32.
 
-The step is the README's loop: data, loss, backward, optimizer with its learning-rate hook. Both sides run in turns in one
-process, float32 in its faster memory format, and the ratio is the median over rounds. It is measured twice, with malloc as it
-is and with malloc tuned, each in a process of its own; two more processes measure the memory of either side.
+The step is the loop of the README: data, loss, backward, optimizer with its learning-rate hook. Both sides alternate in one
+process, float32 in its faster memory format, and the ratio is the median over rounds. It is measured with default malloc and
+with tuned malloc, each in a separate process. Further processes measure the memory of each side.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from byteback import models, tables
 from byteback.bench.shapes import NETWORKS
 from byteback.bench.step_worker import Job
 from byteback.bench.training_step import CAN_FUSE, Setting, Variant
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.train.variants import parse
 
-# model -> (image size, batch) of the published tables; every other name is torchvision's, at 224 pixels, 16 images
+# model -> (image size, batch) of the published tables; for other networks of torchvision 224 pixels and 16 images
 DEFAULTS = {
     **{model: (size, batch) for model, size, batch in NETWORKS.values()},
     "resnet8": (32, 128),
@@ -47,24 +47,24 @@ class StepConfig:
     model: str = "resnet18"
     """resnet18, resnet20, resnet50, resnet56, mobilenet_v2, vgg16_bn, inception_v3, r3d_18, or any of torchvision's."""
     image_size: int | None = None
-    """Pixels of a side; each network has a default."""
+    """Pixels of a side. The default depends on the network."""
     batch: int | None = None
-    """Images per step; each network has a default."""
+    """Images per step. The default depends on the network."""
     recipe: str = "unified-int8"
-    """plain-int8, unified-int8 or distribution-adaptive-int8, with options if you like: unified-int8:norm_memory=int8."""
+    """plain-int8, unified-int8 or distribution-adaptive-int8, optionally with options: unified-int8:norm_memory=int8."""
     json: Path | None = None
-    """Write the figures to this file."""
+    """Write the results to this file."""
     rounds: int | None = None
-    """Rounds of one step per side; by default as many as fit into --seconds, and 5 at least."""
+    """Number of rounds of one step per side. Default: as many as fit into --seconds, but at least 5."""
     seconds: float = 20.0
-    """About how long the rounds of one malloc setting may take."""
+    """Approximate duration of all rounds with one malloc setting."""
     compile: bool = False
-    """Let FP32 also try torch.compile, and count whichever is fastest."""
+    """Also run FP32 with torch.compile, and use the fastest."""
     explain: bool = False
     """Also list the slowest operators of both sides."""
 
     def setting(self) -> Setting:
-        """The network and its sizes, checked; nothing has been built or timed yet."""
+        """Checks the flags. Returns the network and its sizes, without building it."""
         size, batch = DEFAULTS.get(self.model, _ELSE)
         size = size if self.image_size is None else self.image_size
         batch = batch if self.batch is None else self.batch
@@ -73,13 +73,13 @@ class StepConfig:
                 f"bench step: batch is {batch}; BatchNorm needs at least 2 images to average. Pass --batch 2 or more."
             )
         if self.rounds is not None and self.rounds < 1:
-            raise ValueError(f"bench step: rounds is {self.rounds}; a median needs at least one. Leave it out for the default.")
+            raise ValueError(f"bench step: rounds is {self.rounds}; it must be at least 1. Remove it to use the default.")
         if self.seconds <= 0:
-            raise ValueError(f"bench step: seconds is {self.seconds}; the rounds need some time. Pass a positive number.")
+            raise ValueError(f"bench step: seconds is {self.seconds}; it must be positive.")
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise ValueError(f"bench step: cannot write {self.json}, there is no folder {self.json.parent}. Create it first.")
         if parse(self.recipe).recipe is None:
-            raise ValueError("bench step: the recipe is float32, which is what int8 is compared with. Name an int8 recipe.")
+            raise ValueError("bench step: the recipe is float32, which int8 is compared with. Choose an int8 recipe.")
         _check_name(self.model)
         setting = Setting(self.model, size, batch, self.recipe)
         _check_fits(setting)
@@ -93,7 +93,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_fits(setting: Setting) -> None:
-    """Runs the network on tensors without data: a size it cannot take should fail now, and not in a worker."""
+    """Runs the network on meta tensors, so that a size that does not fit fails now and not in a worker."""
     with torch.device("meta"):
         model = setting.build().eval()
         try:
@@ -106,13 +106,13 @@ def _check_fits(setting: Setting) -> None:
             ) from error
     if not isinstance(output, torch.Tensor) or output.shape != (setting.batch, setting.classes):
         raise ValueError(
-            f"bench step: {setting.model} is no network for classification: its output is not one tensor of "
-            f"{setting.classes} logits per image, so this loop has no loss for it. Choose one that is."
+            f"bench step: {setting.model} is not a network for classification: its output is not one tensor of "
+            f"{setting.classes} logits per image. Choose another network."
         )
 
 
 def run_job(job: Job, on_progress: Callable[[int, int, str], None]) -> dict[str, Any]:
-    """Does a job in a process of its own; the process ends with this call, whatever happens."""
+    """Runs a job in a separate process. The process has always ended when this returns or raises."""
     with tempfile.TemporaryFile("w+") as errors:
         worker = subprocess.Popen(
             [sys.executable, "-m", "byteback.bench.step_worker", job.to_json()],
@@ -137,13 +137,15 @@ def run_job(job: Job, on_progress: Callable[[int, int, str], None]) -> dict[str,
         if result is None:
             errors.seek(0)
             lines = errors.read().strip().splitlines()
-            why = failure or (lines[-1] if lines else f"its process ended with code {code}, perhaps for lack of memory")
+            why = failure or (
+                lines[-1] if lines else f"Its process ended with code {code}, perhaps because of too little memory"
+            )
             raise RuntimeError(f"bench step: measuring {job.what} of {job.setting.model} failed. {why}")
     return result
 
 
 def measure(config: StepConfig, setting: Setting, console: Console) -> dict[str, Any]:
-    """Every job in turn, with a bar for each; the figures as they go to the JSON file."""
+    """Runs every job, with a progress bar for each. Returns the results for the JSON file."""
     bars = (TextColumn("{task.description:<16}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[text]}"))
     with Progress(*bars, console=console, transient=True) as progress:
 
@@ -167,7 +169,7 @@ def measure(config: StepConfig, setting: Setting, console: Console) -> dict[str,
 
 
 def figures(setting: Setting, plain: dict[str, Any], tuned: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
-    """What the JSON file holds. Ratios of time are FP32 / int8, ratios of memory int8 / FP32."""
+    """Returns the contents of the JSON file. Ratios of time are FP32 / int8, ratios of memory int8 / FP32."""
     fp32, int8 = memory["fp32"], memory["int8"]
     losses = {name: result["losses"] for name, result in memory.items()}
     peaks = (fp32["peak"], int8["peak"])
@@ -199,20 +201,20 @@ def figures(setting: Setting, plain: dict[str, Any], tuned: dict[str, Any], memo
 
 
 def _difference(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference; infinite where a loss is not a number."""
+    """Returns the largest relative difference; infinity if a loss is NaN."""
     apart = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True)]
     return max(value if value == value else float("inf") for value in apart)
 
 
 def _rounded(value: Any) -> Any:
-    """Figures as people read them: digits below a tenth of a microsecond are noise."""
+    """Rounds all numbers to four digits after the point: smaller differences are noise."""
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     return round(value, 4) if isinstance(value, float) else value
 
 
 def run(config: StepConfig, console: Console) -> bool:
-    """The command; False where the losses of the fused and the unfused path differ."""
+    """Runs the command. Returns False if the losses of the fused and the unfused path differ."""
     setting = config.setting()
     console.print(
         f"[bold]{setting.model}[/], {'x'.join(map(str, setting.sample[1:]))} pixels, batch {setting.batch}, {setting.recipe}\n"
@@ -226,7 +228,7 @@ def run(config: StepConfig, console: Console) -> bool:
 
 
 def show(result: dict[str, Any], console: Console, explain: bool) -> None:
-    """The figures as tables."""
+    """Prints the results as tables."""
     console.print(
         f"path [bold]{result['path']}[/], {result['threads']} threads, PyTorch uses {result['capability']}; median of "
         f"{result['rounds']} interleaved rounds; FP32 {result['formats']['fp32']}, int8 {result['formats']['int8']}\n"
@@ -256,7 +258,7 @@ _PART_COLUMNS = ["part", "fp32 ms", "int8 ms", "of int8"]
 
 
 def _part_rows(result: dict[str, Any]) -> list[list[str]]:
-    """Phases in order, each followed by its kinds, those that matter on either side."""
+    """Returns the phases in order, each followed by its kinds of operators that take a relevant time on either side."""
     rows = []
     for phase in ("data", "forward", "backward", "optimizer"):
         own = {name: part for name, part in result["parts"].items() if name == phase or name.startswith(f"{phase}: ")}

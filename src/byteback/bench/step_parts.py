@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a training step's time goes: operators of a profiled step, by phase and by kind.
+"""Splits the time of a training step by phase and by kind of operator, with the profiler.
 
-The profiler slows small operators down, so it sees steps of its own, never the timed ones. What it gives is each kind's
-share of a phase; the phase's milliseconds come from the timed rounds.
+The profiler slows small operators down, so it runs on separate steps, not on the timed ones. It gives the share of each kind in
+a phase; the milliseconds of the phase come from the timed rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from byteback.bench.training_step import PHASES, Side
 
 OTHER = "other"
-# The first that is part of an operator's name gives its kind.
+# The first entry with a part of the operator's name is its kind.
 _KINDS = (
     ("convolution", ("conv",)),
     ("batch norm", ("batch_norm", "batchnorm")),
@@ -34,7 +34,7 @@ _OWN = (
 
 
 def kind(operator: str) -> str:
-    """The kind of an operator by its name; one of ours that is in no table is a kind of its own.
+    """Returns the kind of an operator. An operator of Byteback that is in no table is its own kind.
 
     >>> kind("aten::mkldnn_convolution"), kind("byteback::conv_int8_grad_input"), kind("aten::empty")
     ('convolution', 'convolution', 'other')
@@ -49,7 +49,7 @@ def kind(operator: str) -> str:
 
 
 def shares(side: Side, steps: int) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """(phase -> kind -> share of the phase, operator -> share of the step), from profiled steps."""
+    """Profiles some steps. Returns (phase -> kind -> share of the phase, operator -> share of the step)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(steps):
             side.step()
@@ -63,7 +63,7 @@ def _shares(events: Iterable[Any]) -> tuple[dict[str, dict[str, float]], dict[st
         phase = _phase(event)
         if phase is None:
             continue
-        own = event.self_cpu_time_total  # without its children, so that the parts sum up to the whole
+        own = event.self_cpu_time_total  # without its children, so that the parts add up to the total
         by_phase[phase][kind(event.name)] += own
         by_operator[event.name if event.name not in PHASES else "python"] += own
     parts = {phase: _normalized(own) for phase, own in by_phase.items()}

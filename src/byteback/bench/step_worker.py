@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of its own for one measurement of `byteback bench step`: python -m byteback.bench.step_worker '{...}'.
+"""The process for one measurement of `byteback bench step`: python -m byteback.bench.step_worker '{...}'.
 
-malloc's settings cannot be taken back within a process, and a peak of memory is only clean where nothing ran before, so
-every malloc mode and every side's memory gets a fresh process. The job comes as JSON in the first argument; lines of JSON
-go to stdout: {"done": n, "total": n, "text": "..."} on the way, and at the end {"result": {...}} or {"error": "..."}.
+The settings of malloc cannot be undone within a process, and peak memory can only be measured if nothing ran before. So every
+malloc setting and every memory measurement gets a new process. The job is JSON in the first argument. The process writes lines
+of JSON to stdout: {"done": n, "total": n, "text": "..."} for progress, and at the end {"result": {...}} or {"error": "..."}.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import torch
 import byteback
 from byteback.bench import step_parts
 from byteback.bench.training_step import PHASES, Setting, Side, Variant
-from byteback.memory import peak_growth, resident, tune_malloc
+from byteback.inspect.memory import peak_growth, resident, tune_malloc
 from byteback.ops.backends import paths
 
 LOSSES = 3  # steps whose losses are compared
 MIN_ROUNDS, MAX_ROUNDS = 5, 101
-_WARM = 3  # steps before the first round: one to get going, two to choose the memory format by
-_HOPELESS = 1.3  # a format this much slower than another after one such step does not get the second
+_WARM = 3  # steps before the first round: one to warm up, two to choose the memory format
+_HOPELESS = 1.3  # a format that is slower by this factor in the first of the two steps skips the second
 
 Say = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process is to do."""
+    """The measurement that a process makes."""
 
     what: str  # "time" or "memory"
     setting: Setting
     tuned_malloc: bool = False
     rounds: int | None = None  # None: as many as fit into `seconds`
     seconds: float = 20.0
-    parts: bool = True  # whether to say where the time goes, too
+    parts: bool = True  # whether to also split the time by phase and kind
     compile: bool = False
     variant: Variant | None = None  # for memory
 
@@ -58,7 +58,7 @@ class Job:
 
 
 def malloc_name(tuned: bool) -> str:
-    """Which malloc serves this process, and how it is set."""
+    """Returns the name of the malloc of this process, and its settings."""
     maps = Path("/proc/self/maps")
     loaded = maps.read_text() if maps.exists() else ""
     name = next((other for other in ("jemalloc", "tcmalloc", "mimalloc") if other in loaded), "")
@@ -69,11 +69,11 @@ def malloc_name(tuned: bool) -> str:
 
 
 def measure_time(job: Job, say: Say) -> dict[str, Any]:
-    """Steps of float32 in its faster memory format and of int8 in channels_last, interleaved."""
+    """Times steps of float32 in its faster memory format and of int8 in channels_last, interleaved."""
     floats = [
         Variant(False, last, compiled) for compiled in ((False, True) if job.compile else (False,)) for last in (False, True)
     ]
-    int8s = [Variant(True, True)]  # channels_last is how the kernels read; contiguous models pay for a turn at the edges
+    int8s = [Variant(True, True)]  # kernels read channels_last; contiguous models need conversions at their input and output
     total = _WARM * (len(floats) + len(int8s))
     done = 0
     chosen: list[Side] = []
@@ -125,7 +125,7 @@ def _summary(samples: list[list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def _parts(chosen: list[Side], samples: list[list[dict[str, float]]]) -> dict[str, Any]:
-    """phase -> both sides' milliseconds, and the same for the kinds of operators within it."""
+    """Returns phase -> milliseconds of both sides, and the same for the kinds of operators in it."""
     parts: dict[str, dict[str, float]] = {}
     operators: dict[str, dict[str, float]] = {}
     for number, (label, side) in enumerate(zip(("fp32", "int8"), chosen, strict=True)):
@@ -144,10 +144,10 @@ def _parts(chosen: list[Side], samples: list[list[dict[str, float]]]) -> dict[st
 
 
 def measure_memory(job: Job, say: Say) -> dict[str, Any]:
-    """The peak of a training run above an idle process, what autograd saves, and the first losses."""
+    """Measures the peak memory of training above that of an idle process, what autograd saves, and the first losses."""
     assert job.variant is not None
     say(0, LOSSES + 1, _name(job.variant))
-    # What is set up once (threads, modules that PyTorch imports late) is no part of the network's memory.
+    # What is set up once (threads, modules that PyTorch imports late) is not memory of the network.
     Side(replace(job.setting, model="resnet8", image_size=32, batch=2), job.variant).step()
     base = resident()
     losses: list[float] = []
@@ -163,13 +163,13 @@ def measure_memory(job: Job, say: Say) -> dict[str, Any]:
     peak = peak_growth(train, base)
     images, _ = sides[0].batch()
     report = byteback.memory(sides[0].model, images)
-    # Every storage that the hooks see, so also the float weights that FP32 keeps for its input gradients: int8 keeps copies.
+    # All storages that the hooks see, including the float weights that FP32 needs for its input gradients: int8 stores copies.
     saved = report.saved + report.parameters
     return {"losses": losses, "peak": peak, "saved": saved, "saved_by_dtype": report.saved_by_dtype}
 
 
 def work(job: Job, say: Say) -> dict[str, Any]:
-    """Does the job, and says where it was done."""
+    """Runs the job. Returns its result, and the settings of the process."""
     tuned = job.tuned_malloc and tune_malloc()
     start = time.perf_counter()
     result = measure_time(job, say) if job.what == "time" else measure_memory(job, say)
@@ -184,8 +184,8 @@ def work(job: Job, say: Say) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Reads the job, answers in lines of JSON."""
-    # Only answers may go to stdout: whatever else prints there (a compiler, a library) is sent to stderr.
+    """Reads the job and writes lines of JSON."""
+    # Only these lines may go to stdout: other output (of a compiler or a library) is redirected to stderr.
     answers: TextIO = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One side of `byteback bench step`: a network, its optimizer and its data, and the README's loop timed part by part."""
+"""One side of `byteback bench step`: a network, its optimizer and its data, and the loop of the README, timed by phase."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from byteback.train.variants import parse
 PHASES = ("data", "forward", "backward", "optimizer")
 FRAMES = 16  # of a clip, for networks that take video
 CAN_FUSE = "fuse" in inspect.signature(byteback.prepare).parameters
-_POOL = 2  # batches' worth of images that each batch is drawn from
+_POOL = 2  # each batch is drawn from this many batches of images
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What both sides have in common."""
+    """The settings that both sides share."""
 
     model: str
     image_size: int
@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def classes(self) -> int:
-        """CIFAR-10's for small images, else ImageNet's."""
+        """10 as in CIFAR-10 for small images, or 1000 as in ImageNet."""
         return 10 if self.image_size <= models.SMALL_IMAGE else 1000
 
     @property
@@ -45,7 +45,7 @@ class Setting:
         return (3, *frames, self.image_size, self.image_size)
 
     def build(self) -> nn.Module:
-        """The untrained network."""
+        """Builds the untrained network."""
         return models.build(self.model, image_size=self.image_size, num_classes=self.classes)
 
 
@@ -64,7 +64,7 @@ class Variant:
 
 
 def is_video(name: str, image_size: int) -> bool:
-    """Whether torchvision has the network among those for video."""
+    """Whether the network is one of torchvision's networks for video."""
     if image_size <= models.SMALL_IMAGE:
         return False
     vision = load().models
@@ -72,7 +72,7 @@ def is_video(name: str, image_size: int) -> bool:
 
 
 class Side:
-    """A network of one variant in training. Two sides of one setting see the same weights and the same data."""
+    """A network of one variant in training. Two sides of one setting start from the same weights and use the same data."""
 
     def __init__(self, setting: Setting, variant: Variant) -> None:
         torch.manual_seed(setting.seed)
@@ -97,12 +97,12 @@ class Side:
         torch.manual_seed(setting.seed)  # dropout and the like, the same on every side
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """The next images and labels, as a data loader in memory would give them."""
+        """Returns the next images and labels, as a data loader in memory would."""
         chosen = torch.randperm(len(self.labels), generator=self.draw)[: self.setting.batch]
         return self.images[chosen].to(memory_format=self.layout), self.labels[chosen]
 
     def step(self) -> tuple[dict[str, float], float]:
-        """The loop of the README, once: (milliseconds of each phase, loss)."""
+        """Runs one iteration of the loop. Returns (milliseconds of each phase, loss)."""
         marks = [time.perf_counter()]
 
         def mark() -> None:

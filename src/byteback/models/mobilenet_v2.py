@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MobileNetV2 for 32x32 images: torchvision's network with a total stride of 8 instead of 32.
 
-The stem and the second stage keep their resolution, as in the usual CIFAR port; otherwise the last stages would see
-a single pixel. No layer changes its shape, so the parameters are those of the ImageNet network (with its own head).
+The stem and the second stage have stride 1, as is usual for CIFAR; otherwise the last stages would have a single pixel. The
+layers have the same shapes as in the ImageNet network, except the head.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import nn
 
 from byteback.torchvision_compat import load
 
-# Per stage: expansion, channels, blocks, stride of the first block. Only the stride of the 24-channel stage is ours.
+# Per stage: expansion, channels, blocks, stride of the first block. Only the stride of the 24-channel stage is changed.
 _STAGES = [
     [1, 16, 1, 1],
     [6, 24, 2, 1],
@@ -24,7 +24,7 @@ _STAGES = [
 
 
 def mobilenet_v2(num_classes: int, width: float = 1.0) -> nn.Module:
-    """torchvision's MobileNetV2 whose last stage sees 4x4 pixels; `width` multiplies its channels."""
+    """Builds torchvision's MobileNetV2 with 4x4 pixels in the last stage; `width` multiplies its channels."""
     model = load().models.MobileNetV2(num_classes=num_classes, width_mult=width, inverted_residual_setting=_STAGES)
     # torchvision has no argument for the stride of the stem; changing it in place keeps its initialization.
     model.features[0][0].stride = (1, 1)

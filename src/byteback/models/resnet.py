@@ -2,9 +2,9 @@
 """ResNets for small images.
 
 `SmallResNet` is the network of He et al. (2015), section 4.2: three stages of 16, 32 and 64 channels with n blocks
-each, 6n + 2 layers in all, so n = 3 is ResNet-20, n = 9 ResNet-56, and n = 1 the ResNet-8 of our digits demo. Its
-shortcuts have no parameters (option A of the paper). It is written out here because torchvision has nothing like it, and
-it needs no torchvision. `resnet18` is torchvision's, with a stem that keeps all 32x32 pixels.
+each, 6n + 2 layers in all, so n = 3 is ResNet-20, n = 9 ResNet-56, and n = 1 the ResNet-8 of the digits demo. Its shortcuts
+have no parameters (option A of the paper). torchvision does not have this network, and it does not need torchvision.
+`resnet18` is torchvision's network with a stem of stride 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from byteback.torchvision_compat import load
 
 
 class PadShortcut(nn.Module):
-    """Every other pixel, and zeros for the channels that the stage adds: a shortcut that learns nothing."""
+    """A shortcut without parameters: every other pixel, and zeros for the channels that the stage adds."""
 
     def __init__(self, new_channels: int) -> None:
         super().__init__()
@@ -24,18 +24,18 @@ class PadShortcut(nn.Module):
         self.after = new_channels - self.before
 
     def forward(self, x: Tensor) -> Tensor:
-        # A pool of single pixels is x[:, :, ::2, ::2], but its gradient stays channels last where x is.
+        # A pool of single pixels is x[:, :, ::2, ::2], but its gradient is channels_last if x is.
         return F.pad(F.avg_pool2d(x, 1, 2), (0, 0, 0, 0, self.before, self.after))
 
 
 class SmallBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut."""
+    """Two 3x3 convolutions with a shortcut."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
         self.conv1 = _conv3x3(in_channels, channels, stride)
         self.bn1 = nn.BatchNorm2d(channels)
-        # Two modules, not one used twice: a converter may give each of them a state of its own.
+        # Two modules, not one used twice: a conversion may add separate state to each.
         self.relu1 = nn.ReLU(inplace=True)
         self.conv2 = _conv3x3(channels, channels)
         self.bn2 = nn.BatchNorm2d(channels)
@@ -72,7 +72,7 @@ class SmallResNet(nn.Module):
 
 
 def resnet18(num_classes: int) -> nn.Module:
-    """torchvision's ResNet-18 with a 3x3 stem of stride 1 and no max-pool: the last stage sees 4x4 pixels."""
+    """Builds torchvision's ResNet-18 with a 3x3 stem of stride 1 and no max-pool; the last stage has 4x4 pixels."""
     models = load().models
     model: nn.Module = models.ResNet(models.resnet.BasicBlock, [2, 2, 2, 2], num_classes=num_classes)
     model.conv1 = _conv3x3(3, 64)
@@ -87,6 +87,6 @@ def _stage(in_channels: int, channels: int, blocks: int, stride: int) -> nn.Sequ
 
 def _conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
     conv = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False)
-    # fan_out, as in torchvision's ResNet: it keeps the size of the gradients from layer to layer.
+    # fan_out, as in torchvision's ResNet: it preserves the magnitude of the gradients.
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small R3D for clips of small frames: like torchvision's r3d_18, but three stages of one block, and narrower.
 
-Names follow torchvision's VideoResNet. The stem halves the frames' height and width and keeps all frames; the second and third
-stage halve all three axes. Eight layers in all, so it is to r3d_18 what our resnet8 is to resnet18.
+Names follow torchvision's VideoResNet. The stem halves height and width and keeps all frames; the second and third stage halve
+all three axes. It has eight layers, so it is to r3d_18 what resnet8 is to resnet18.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WIDTHS = (32, 64, 128)
 
 
 class SmallBlock3d(nn.Module):
-    """Two 3x3x3 convolutions around a shortcut."""
+    """Two 3x3x3 convolutions with a shortcut."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class SmallBlock3d(nn.Module):
 
 
 class SmallR3D(nn.Module):
-    """Clips [N, C, T, H, W] to logits [N, num_classes]; T, H and W from 4, 8 and 8 on."""
+    """Maps clips [N, C, T, H, W] to logits [N, num_classes]; T, H and W must be at least 4, 8 and 8."""
 
     def __init__(self, num_classes: int, in_channels: int = 3) -> None:
         super().__init__()

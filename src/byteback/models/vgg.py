@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """VGG-16, with and without batch norm, for 32x32 images: torchvision's features, and a single linear layer as the head.
 
-Five max-pools take 32x32 to 1x1, so the 512 features go straight into the head. torchvision's own head of three
-layers has 120 million parameters, made for 7x7 feature maps; its VGG class is not used so as not to build that first.
+Five max-pools reduce 32x32 to 1x1, so the 512 features are the input of the head. torchvision's head of three layers is for
+7x7 feature maps and has 120 million parameters; the VGG class is not used, because it would build that head.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from byteback.torchvision_compat import load
 
 
 def vgg16_bn(num_classes: int) -> nn.Module:
-    """torchvision's vgg16_bn features and one linear layer, initialized as torchvision does."""
+    """Builds torchvision's vgg16_bn features and one linear layer, initialized as in torchvision."""
     return _vgg16(num_classes, batch_norm=True)
 
 
 def vgg16(num_classes: int) -> nn.Module:
-    """The same without batch norm."""
+    """Builds the same network without batch norm."""
     return _vgg16(num_classes, batch_norm=False)
 
 

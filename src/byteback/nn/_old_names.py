@@ -8,7 +8,7 @@ A pickle names each class by its module. `sys.modules` maps the old module names
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from byteback.nn.fused.block import Block
@@ -27,12 +27,8 @@ _MOVED = {
 }
 
 
-class BlockPlan:
-    """The readers of a block and the stage that ends it, as nn/pending.py had them."""
-
-
 class BoundBlock(Block):
-    """A BlockPlan and its modules, as nn/begin.py had them. Loads as a Block, without the names that it never had."""
+    """What nn/begin.py had: modules, and a plan from nn/pending.py. Loads as a Block, without the names that it never had."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fresh = Block("", None, False, "none", None, consumers=(), swallowed=state["swallowed"], **vars(state["plan"]))
@@ -46,5 +42,5 @@ def _module(name: str, **members: Any) -> ModuleType:
     return made
 
 
-_MOVED |= {"begin": _module("begin", BoundBlock=BoundBlock), "pending": _module("pending", BlockPlan=BlockPlan)}
+_MOVED |= {"begin": _module("begin", BoundBlock=BoundBlock), "pending": _module("pending", BlockPlan=SimpleNamespace)}
 sys.modules.update({f"byteback.nn.{name}": module for name, module in _MOVED.items()})

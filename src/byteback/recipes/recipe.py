@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from byteback.near import unknown
 from byteback.ops.contract import scale_rule
 from byteback.quantize import ClipRule, TensorRule
+from byteback.suggestions import unknown
 
 NONFINITE_POLICIES = ("raise", "skip", "propagate")
 EVAL_CLIPS = ("tracked", "batch")

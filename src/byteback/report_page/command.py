@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback report RUN...`, and the page that every finished `byteback train` leaves in its folder."""
+"""`byteback report RUN...`, and the page that `byteback train` writes into the folder of a finished run."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ NAME = "report.html"
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Make one HTML page of one or several runs: table, curves, speed and memory, numerics by layer, pictures of gradients.
+    """Write an HTML page about one or several runs: table, curves, speed and memory, numerics by layer, gradient histograms.
 
-    The page needs no network and nothing beside it: send it around. Runs that are still going show what there is.
+    The page is a single file and needs no network. Runs may still be in progress.
     """
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Folders of runs that were trained on the same data set."""
     output: str | None = None
-    """The file to write. Default: report.html in the run's folder, or here for several runs."""
+    """The file to write. Default: report.html in the folder of the run, or in the current folder for several runs."""
 
 
 def run(config: ReportConfig, console: Console) -> None:
-    """The command."""
+    """Runs the command."""
     runs = [Path(name) for name in dict.fromkeys(config.runs)]
     if not runs:
-        raise ValueError("report: name the folder of a run, such as runs/digits-resnet8.")
+        raise ValueError("report: give the folder of a run, such as runs/digits-resnet8.")
     target = Path(config.output) if config.output else runs[0] / NAME if len(runs) == 1 else Path(NAME)
     for note in write(runs, target):
         console.print(note, highlight=False, soft_wrap=True)
@@ -45,7 +45,7 @@ def run(config: ReportConfig, console: Console) -> None:
 
 
 def write(runs: Sequence[Path], target: Path) -> list[str]:
-    """Writes the page; returns what is worth knowing about members that are not in it."""
+    """Writes the page. Returns notes about members that are not on it."""
     found = [read_run(run) for run in runs]
     members = [member for own, _ in found for member in own]
     notes = [note for _, own in found for note in own]
@@ -58,17 +58,17 @@ def write(runs: Sequence[Path], target: Path) -> list[str]:
 
 
 def after_training(folder: Path, console: Console) -> None:
-    """Leaves the page in the folder of a run that has just ended. Training was the job: a page that fails is only said."""
+    """Writes the page of a finished run into its folder. An error is only printed, because training has succeeded."""
     try:
         write([folder], folder / NAME)
     except (ValueError, OSError) as error:
-        console.print(f"There is no page of it: {error}", highlight=False, soft_wrap=True)
+        console.print(f"The report page could not be written: {error}", highlight=False, soft_wrap=True)
     else:
         console.print(f"Its report page is {folder / NAME}: open it in a browser", highlight=False, soft_wrap=True)
 
 
 def _commands(runs: Sequence[Path]) -> list[str]:
-    """The commands that made the runs, as far as they are known."""
+    """Returns the commands that started the runs, as far as they are known."""
     commands = []
     for run in runs:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What detectors found, from detections.json: boxes on a few test images, precision by recall, and a table of the scores.
+"""The results of detectors, from detections.json: boxes on a few test images, precision by recall, and a table of the scores.
 
-A run of before there was such a file has none of this. A file that is there must be whole: anything else is an error that
-names it.
+Runs of older versions do not have this file. A file that exists must be complete; otherwise an error names it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _RECALLS = 101
 
 
 def build(members: Sequence[RunMember], names: Sequence[str]) -> dict[str, Any] | None:
-    """What the page shows of a group; None where no member has written it. `names` are the recipes in their order."""
+    """Returns the detections of a group; None if no member has any. `names` are the recipes in their order."""
     found = [(member, seen) for member in members if (seen := read(member)) is not None]
     if not found:
         return None
@@ -31,8 +30,8 @@ def build(members: Sequence[RunMember], names: Sequence[str]) -> dict[str, Any] 
     for member, other in found:
         if other["classes"] != seen["classes"]:
             raise ValueError(
-                f"report: {member.folder / NAME} knows other classes than {first.folder / NAME}, so they cannot be compared. "
-                "Make a page for each run."
+                f"report: {member.folder / NAME} has other classes than {first.folder / NAME}, so they cannot be compared. "
+                "Write a page for each run."
             )
     images = [{key: image[key] for key in ("name", "width", "height", "jpeg", "truth")} for image in seen["images"]]
     return {
@@ -53,7 +52,7 @@ def build(members: Sequence[RunMember], names: Sequence[str]) -> dict[str, Any] 
 
 
 def read(member: RunMember) -> Record | None:
-    """A member's file, checked; None where there is none."""
+    """Reads and checks the file of a member; None if there is no file."""
     path = member.folder / NAME
     if not path.exists():
         return None
@@ -66,7 +65,7 @@ def read(member: RunMember) -> Record | None:
         raise OSError(f"report: {path} could not be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"report: {path} is damaged ({type(error).__name__}: {error}). Remove it to make a page without detections."
+            f"report: {path} is damaged ({type(error).__name__}: {error}). Remove it to write a page without detections."
         ) from error
     if version != FORMAT:
         raise ValueError(f"report: {path} has format {version}, but this version reads {FORMAT}. Update byteback.")
@@ -74,7 +73,7 @@ def read(member: RunMember) -> Record | None:
 
 
 def _check(record: Record) -> None:
-    """Raises where the page could not draw what is there."""
+    """Raises an error if the page could not show the record."""
     classes = record["classes"]
     _must(bool(classes) and all(isinstance(name, str) for name in classes), "classes")
     _must(isinstance(record["epochs"], int) and 0 <= record["least_score"] <= 1, "epochs, least_score")
@@ -110,7 +109,7 @@ def _member(member: RunMember, seen: Record, images: Sequence[Record]) -> dict[s
 
 
 def _with_mean(curves: Sequence[list[float] | None]) -> list[list[float | None] | None]:
-    """The mean over classes, and then class by class."""
+    """Returns the mean over classes, followed by the curve of each class."""
     short_ = [None if own is None else [short(value, 3) for value in own] for own in curves]
     return [_mean_of([own for own in curves if own is not None]), *short_]
 
@@ -120,7 +119,7 @@ def _mean_of(curves: Sequence[Sequence[float]]) -> list[float | None] | None:
 
 
 def _mean_curves(found: Sequence[Record]) -> dict[str, Any] | None:
-    """overlap → the mean over seeds of all classes and of each."""
+    """Returns overlap → the mean over seeds, for all classes and for each class."""
     if not found:
         return None
     own = {overlap: [_with_mean(seen["precision"][overlap]) for seen in found] for overlap in OVERLAPS}
@@ -131,7 +130,7 @@ def _mean_curves(found: Sequence[Record]) -> dict[str, Any] | None:
 
 
 def _scores(members: Sequence[RunMember], names: Sequence[str], classes: Sequence[str]) -> list[dict[str, Any]]:
-    """mAP, AP50, AP75 and the AP of every class: recipe by recipe (mean, spread over seeds)."""
+    """Returns mAP, AP50, AP75 and the AP of every class, each with (mean, spread over seeds) per recipe."""
     results = [member.result() for member in members]
     chosen = []
     for name in names:

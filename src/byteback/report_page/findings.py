@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the numbers of a group say, in a sentence for each part of the page: the titles above its charts.
+"""Describes the results of a group in one sentence for each part of the page: the titles of its charts.
 
-A sentence never says more than its numbers: nothing is called equal, better or faster without the figure beside it.
+Every sentence contains the numbers: nothing is called equal, better or faster without them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Group = dict[str, Any]
 
 
 def build(group: Group) -> dict[str, str]:
-    """part of the page → sentence."""
+    """Returns part of the page → sentence."""
     return {
         "accuracy": _accuracy(group),
         "curves": _curves(group),
@@ -27,7 +27,7 @@ def build(group: Group) -> dict[str, str]:
 
 
 def signed(difference: float) -> str:
-    """A difference of accuracies in points, with its sign; no minus before a zero.
+    """Formats a difference of accuracies in points, with its sign; a zero has no minus.
 
     >>> signed(-0.0019), signed(-0.00001), signed(0.0028)
     ('−0.19', '0.00', '+0.28')
@@ -37,7 +37,7 @@ def signed(difference: float) -> str:
 
 
 def points(difference: float, error: float | None = None) -> str:
-    """A difference of accuracies.
+    """Formats a difference of accuracies in words.
 
     >>> points(-0.0019, 0.0008)
     '0.19 ± 0.08 points below'
@@ -80,22 +80,22 @@ def _curves(group: Group) -> str:
         return f"Loss and {group.get('score', 'accuracy')}, epoch by epoch"
     gap, name = max(gaps)
     if len(gaps) == 1:
-        return f"Epoch by epoch, {name} lies {100 * gap:.2f} points from float32 on average"
-    return f"Epoch by epoch, int8 lies within {100 * gap:.2f} points of float32 on average (widest: {name})"
+        return f"On average over epochs, {name} is {100 * gap:.2f} points from float32"
+    return f"On average over epochs, int8 is within {100 * gap:.2f} points of float32 (largest difference: {name})"
 
 
 def _speed(group: Group) -> str:
     rows = [recipe["row"] for recipe in group["recipes"] if recipe["row"]]
     compared = [row for row in rows if row["ratio_to_float32"] is not None]
     if not compared:
-        return "Speed of training, and what a step keeps for its backward pass"
+        return "Training speed, and what a step stores for its backward pass"
     best = max(compared, key=lambda row: row["ratio_to_float32"])
-    memory = "" if best["saved_ratio"] is None else f" and keeps {best['saved_ratio']:.2f} times its bytes for backward"
-    return f"{best['recipe']} trains at {best['ratio_to_float32']:.2f} times float32's speed{memory}"
+    memory = "" if best["saved_ratio"] is None else f" and stores {best['saved_ratio']:.2f} times its bytes for backward"
+    return f"{best['recipe']} trains at {best['ratio_to_float32']:.2f} times the speed of float32{memory}"
 
 
 def _last(group: Group, role: str, number: str) -> Iterator[tuple[float, str, str]]:
-    """(value after the last epoch, layer, recipe)."""
+    """Yields (value after the last epoch, layer, recipe)."""
     for recipe in group["recipes"]:
         layers = recipe["layers"] or {"names": [], "roles": {}}
         for name, values in zip(layers["names"], layers["roles"].get(role, {}).get(number, []), strict=False):
@@ -107,14 +107,14 @@ def _deviation(group: Group) -> str:
     worst = max(_last(group, "grad_output", "deviation"), default=None)
     if worst is None:
         return "No int8 layer has been observed yet"
-    return f"After the last epoch quantization bends a gradient by at most {worst[0]:.2g} (1 − cosine): {worst[1]}, {worst[2]}"
+    return f"The largest final direction deviation (1 − cosine) of a gradient is {worst[0]:.2g}: {worst[1]}, {worst[2]}"
 
 
 def _learning_rate(group: Group) -> str:
     lowest = min(_last(group, "grad_output", "learning_rate_factor"), default=None)
     if lowest is None:
-        return "No recipe here scales its learning rates"
-    return f"The slowest layer ends at {lowest[0]:.2f} of its learning rate: {lowest[1]}, {lowest[2]}"
+        return "No recipe here scales learning rates"
+    return f"After the last epoch the lowest learning-rate factor is {lowest[0]:.2f}: {lowest[1]}, {lowest[2]}"
 
 
 def _clip(group: Group) -> str:
@@ -125,10 +125,10 @@ def _clip(group: Group) -> str:
             if values[0] and values[-1] and len(values) > 1:
                 ratios.append(values[-1] / values[0])
     if not ratios:
-        return "The clips, epoch by epoch"
+        return "Clips by epoch"
     ratio = statistics.median(ratios)
     how = f"{1 / ratio:.3g} times smaller" if ratio < 1 else f"{ratio:.3g} times larger"
-    return f"Clips follow the gradients: from the first epoch to the last they become {how} (median layer)"
+    return f"From the first epoch to the last the clips become {how} (median layer)"
 
 
 def _precision(group: Group) -> str:
@@ -136,9 +136,9 @@ def _precision(group: Group) -> str:
     if not known:
         return "Precision and recall"
     parts = [f"{100 * value:.2f} % in {name}" for value, name in known]
-    return "At an overlap of 50 % the average precision is " + " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return "The average precision at an overlap of 50 % is " + " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def _measure(group: Group, name: str) -> list[Any]:
-    """recipe by recipe: (mean, spread) or None."""
+    """Returns (mean, spread) or None for each recipe."""
     return next((row["recipes"] for row in group["detection"]["scores"] if row["name"] == name), [])

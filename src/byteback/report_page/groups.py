@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members → groups that may be compared: the same network, schedule and images. A page shows one group at a time.
+"""Forms groups of members that can be compared: the same network, schedule and images. A page shows one group at a time.
 
-Everything here is plain data, small enough to travel inside a page: four digits, at most `COLUMNS` epochs per heat map.
+The result is plain data, small enough to embed in the page: four digits, at most `COLUMNS` epochs per heat map.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from byteback.train.variants import FLOAT
 COLUMNS = 60
 CURVES = ("test_accuracy", "train_accuracy", "test_loss", "train_loss")
 DETECTION_CURVES = (*CURVES, "AP50")
-NUMBERS = ("deviation", "learning_rate_factor", "clip", "saturated", "gaussian_share")
+NUMBERS = ("deviation", "learning_rate_factor", "clip", "saturated")
+_NOT_SHOWN = (*NUMBERS, "nonfinite")
 ROLES = ("grad_output", "grad_output_for_weight", "input", "weight")
 _SAME = ("model", "backbone", "image_size", "epochs", "batch_size", "train_images", "test_images")
 _FACTS = (*_SAME, "classes", "channels", "steps_per_epoch", "parameters", "threads", "path")
 
 
 def build(members: Sequence[RunMember]) -> list[dict[str, Any]]:
-    """The groups, in the order in which the runs were named."""
+    """Returns the groups, in the order of the runs on the command line."""
     data = {member.start["data"]: member for member in members}
     if len(data) > 1:
         named = "; ".join(f"{name} in {member.run}" for name, member in data.items())
-        raise ValueError(f"report: these runs were trained on different data ({named}). Make a page for each data set.")
+        raise ValueError(f"report: these runs were trained on different data ({named}). Write a page for each data set.")
     together: dict[tuple[Any, ...], list[RunMember]] = {}
     for member in members:
         settings = json.dumps(_settings(member.start), sort_keys=True)
@@ -43,7 +44,7 @@ def build(members: Sequence[RunMember]) -> list[dict[str, Any]]:
         recipes = {(member.recipe, json.dumps(member.start.get("recipe_data"), sort_keys=True)) for member in own}
         if once and len(recipes) == len({name for name, _ in recipes}):
             groups.append((label, own))
-        else:  # the same member in several runs, or two recipes of one name: each run stands for itself
+        else:  # the same member in several runs, or two recipes with the same name: one group per run
             runs: dict[Path, list[RunMember]] = {}
             for member in own:
                 runs.setdefault(member.run, []).append(member)
@@ -52,7 +53,7 @@ def build(members: Sequence[RunMember]) -> list[dict[str, Any]]:
 
 
 def _label(start: Record, others: Sequence[Record]) -> str:
-    """The network's name, and what sets it apart from its namesakes."""
+    """Returns the name of the network, and the settings in which it differs from groups with the same network."""
     namesakes = [other for other in others if network(other) == network(start)]
     units = {"epochs": "{} epochs", "batch_size": "batch {}", "image_size": "{} pixels", "train_images": "{} images"}
     apart = [unit.format(start.get(key)) for key, unit in units.items() if len({other.get(key) for other in namesakes}) > 1]
@@ -62,12 +63,12 @@ def _label(start: Record, others: Sequence[Record]) -> str:
 
 
 def _settings(start: Record) -> Record:
-    """What else the numbers depend on: the schedule, the augmentation; not known of runs of before."""
+    """Returns further settings, such as schedule and augmentation. Runs of older versions do not have them."""
     return {key: value for key, value in (start.get("settings") or {}).items() if key not in (*_SAME, "data")}
 
 
 def network(start: Record) -> str:
-    """The network's name; a detector's with its backbone, which may be another than the one in its name."""
+    """Returns the name of the network; for a detector with its backbone, if that is not the one in its name."""
     model, backbone = str(start["model"]), str(start.get("backbone") or "")
     return model if backbone in model else f"{model} with {backbone}"
 
@@ -114,7 +115,7 @@ def _progress(result: Record, start: Record) -> str:
 
 
 def _rows(found: Sequence[Record], names: Sequence[str]) -> list[Record]:
-    """The trainer's own table; a recipe none of whose seeds has ended shows where it stands, compared with nothing."""
+    """Returns the table of the trainer. A recipe without a finished seed gets a row with its current state."""
     rows = results.rows(found)
     there = {row["recipe"] for row in rows}
     for name in names:
@@ -127,7 +128,7 @@ def _rows(found: Sequence[Record], names: Sequence[str]) -> list[Record]:
 
 def _curves(member: RunMember) -> dict[str, Any]:
     epochs = member.of_kind("epoch")
-    if not epochs:  # what there is of the first one
+    if not epochs:  # the first epoch is in progress
         steps, whole = member.of_kind("step"), member.start.get("steps_per_epoch") or 1
         begun = {"at": [short(s["step"] / whole) for s in steps], "train_loss": [short(s.get("loss")) for s in steps]}
         return {"epoch": [], "begun": begun}
@@ -138,7 +139,7 @@ def _curves(member: RunMember) -> dict[str, Any]:
 
 
 def _mean_curves(members: Sequence[RunMember]) -> dict[str, Any]:
-    """The mean over seeds, as far as all seeds have come that did not diverge."""
+    """Returns the mean over the seeds that did not diverge, for the epochs that all of them have finished."""
     sound = [member for member in members if not member.of_kind("diverged")] or list(members)
     curves = [member.of_kind("epoch") for member in sound]
     length = min(len(curve) for curve in curves)
@@ -153,12 +154,13 @@ def _names(member: RunMember) -> tuple[str, ...]:
 
 
 def _numerics(members: Sequence[RunMember]) -> dict[str, Any] | None:
-    """role → number → [layer][epoch], each the mean over seeds; None for float32."""
+    """Returns role → number → [layer][epoch], each the mean over seeds; None for float32."""
     by_seed = [{record["epoch"] + 1: record["layers"] for record in member.of_kind("layers")} for member in members]
     epochs = spaced(sorted(set().union(*by_seed)), COLUMNS)
     if not epochs:
         return None
     names = list(dict.fromkeys(name for seed in by_seed for layers in seed.values() for name in layers))
+    own = _diagnostics(by_seed)
     roles: dict[str, Any] = {}
     for role in ROLES:
         table = {
@@ -169,9 +171,15 @@ def _numerics(members: Sequence[RunMember]) -> dict[str, Any] | None:
                 ]
                 for name in names
             ]
-            for number in NUMBERS
+            for number in (*NUMBERS, *own)
         }
         kept = {number: rows for number, rows in table.items() if any(value is not None for row in rows for value in row)}
         if kept:
             roles[role] = kept
-    return {"names": names, "epochs": epochs, "roles": roles}
+    return {"names": names, "epochs": epochs, "roles": roles, "diagnostics": own}
+
+
+def _diagnostics(by_seed: Sequence[dict[int, Any]]) -> list[str]:
+    """Returns the names of what clip rules say of their tensors, besides the numbers that every tensor has."""
+    rows = (row for seed in by_seed for layers in seed.values() for roles in layers.values() for row in roles.values())
+    return sorted({name for row in rows for name in row} - set(_NOT_SHOWN))

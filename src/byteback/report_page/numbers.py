@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers small enough to travel in a page, and few enough."""
+"""Shortens numbers and lists of numbers for the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def short(value: float | None, digits: int = 4) -> float | None:
-    """Four digits: more than any eye sees in a chart.
+    """Rounds to four digits, which is enough for a chart; None for NaN and Inf.
 
     >>> short(0.0001234567)
     0.0001235
@@ -18,13 +18,13 @@ def short(value: float | None, digits: int = 4) -> float | None:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Of the numbers that exist; None where there is none."""
+    """Returns the mean of the numbers that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return short(statistics.fmean(known)) if known else None
 
 
 def spaced(values: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the values, evenly spaced, the first and the last among them.
+    """Returns at most `most` of the values, evenly spaced, including the first and the last.
 
     >>> spaced(range(10), 4)
     [0, 3, 6, 9]

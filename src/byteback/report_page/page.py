@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups → one HTML file, with its style, its scripts and its data inside.
+"""Writes groups as one HTML file that contains its style, its scripts and its data.
 
-The table is HTML, readable without scripts and by search; everything else is drawn by static/*.js from the data. Names come
-from files, so all text is escaped here, and the scripts only ever set textContent.
+The table is HTML, so it can be read without scripts and searched. static/*.js draw everything else from the data. Names come
+from files, so all text is escaped here, and the scripts only set textContent.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ DETECTION_SCRIPTS = ("draw.js", "read.js", "charts.js", "curves.js", "gradients.
 _DASH = "–"
 _COLUMNS = (
     ("recipe", ""),
-    ("seeds", "How many members have finished"),
+    ("seeds", "Number of finished members"),
     ("accuracy", "On the test images after the last epoch: mean ± standard deviation over seeds"),
     ("to float32", "Points of accuracy above or below float32 with the same seed: mean ± standard error"),
     ("train loss", "Mean of the last epoch"),
     ("test loss", "After the last epoch"),
-    ("images/s", "Of training alone, median over epochs"),
-    ("speed", "Images per second, float32 = 1"),
-    ("saved", "Bytes that a step keeps for its backward pass, and their ratio to float32"),
+    ("images/s", "Training only, median over epochs"),
+    ("speed", "Images per second relative to float32"),
+    ("saved", "Bytes that a step stores for its backward pass, and their ratio to float32"),
     ("data wait", "Share of the training time spent waiting for data"),
 )
 
 
 def build(groups: Sequence[dict[str, Any]], commands: Sequence[str] = ()) -> str:
-    """The page."""
+    """Returns the page."""
     static = resources.files("byteback.report_page") / "static"
     networks = list(dict.fromkeys(str(group["facts"]["network"]) for group in groups))
     title = f"{', '.join(networks)} on {_data(groups[0])}"
@@ -58,20 +58,20 @@ def build(groups: Sequence[dict[str, Any]], commands: Sequence[str] = ()) -> str
 
 
 def _filled(name: str, parts: dict[str, str]) -> str:
-    """A template of static/ with its parts; in one pass, so that nothing inside a part is ever replaced."""
+    """Fills in a template of static/, in one pass, so that nothing inside a part is replaced."""
     text = (resources.files("byteback.report_page") / "static" / name).read_text(encoding="utf-8")
     head, *pieces = text.split("{{")
     return head + "".join(parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces))
 
 
 def _data(group: dict[str, Any]) -> str:
-    """The data set's name; of boxes in a folder, which is voc:PATH or coco:PATH, the folder's alone."""
+    """Returns the name of the data set; for voc:PATH and coco:PATH the name of the folder."""
     kind, _, path = str(group["data"]).partition(":")
     return Path(path).name or kind if "score" in group and path else str(group["data"])
 
 
 def _embedded(value: Any) -> str:
-    """JSON that can stand inside a script element: without any `<`, no text can end that element."""
+    """Returns JSON for a script element: it contains no `<`, so no text can end that element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -80,7 +80,7 @@ def _table(group: dict[str, Any], number: int, several: bool) -> str:
     head = "".join(f'<th scope="col" title="{escape(why)}">{escape(name)}</th>' for name, why in _columns(group))
     rows = "\n".join(_row(recipe, group) for recipe in group["recipes"])
     caption = f"<caption>{escape(group['label'])}</caption>" if several else ""
-    notes = [f"still going: {', '.join(group['unfinished'])}"] if group["unfinished"] else []
+    notes = [f"in progress: {', '.join(group['unfinished'])}"] if group["unfinished"] else []
     notes += [f"diverged: {', '.join(group['diverged'])}"] if group["diverged"] else []
     note = f'<p class="note">{escape("; ".join(notes))}.</p>' if notes else ""
     return (
@@ -102,7 +102,7 @@ def _row(recipe: dict[str, Any], group: dict[str, Any]) -> str:
 
 
 def _columns(group: dict[str, Any]) -> list[tuple[str, str]]:
-    """Name and meaning; detectors have another score, and no loss in their test."""
+    """Returns the columns with their description. Detectors have another score, and no test loss."""
     if "score" not in group:
         return list(_COLUMNS)
     score = (
@@ -132,13 +132,13 @@ def _cells(row: dict[str, Any], group: dict[str, Any]) -> list[str]:
 
 
 def _detections(groups: Sequence[dict[str, Any]]) -> str:
-    """The sections about boxes; their table is HTML, too."""
+    """Returns the sections about detections. Their table is HTML, too."""
     tables = [_scores(group, i, len(groups) > 1) for i, group in enumerate(groups) if "detection" in group]
     return _filled("detections.html", {"SCORES": "\n".join(tables)})
 
 
 def _scores(group: dict[str, Any], number: int, several: bool) -> str:
-    """A row for each score and class, a column for each recipe: eighty classes are fine."""
+    """Returns a table with a row for each score and class, and a column for each recipe."""
     names = [escape(name) for name in group["detection"]["recipes"]]
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     rows = []

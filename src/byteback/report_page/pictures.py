@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' pictures of gradients, from histograms.jsonl: by layer, by epoch, by place in a block, by channel.
+"""The histograms of gradients of the papers, from histograms.jsonl: by layer, by epoch, by place in a block, by channel.
 
-One member stands for its recipe, for another seed looks the same. A page holds a few epochs (`EPOCHS`) as histograms and
-all of them as numbers.
+Only one seed of each recipe is shown, because other seeds look the same. The page has histograms of a few epochs (`EPOCHS`),
+and the numbers of all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EPOCHS = 5
 
 
 def build(members: Sequence[RunMember]) -> dict[str, Any] | None:
-    """What the page shows of a recipe's gradients; None where no member looked at them."""
+    """Returns the histograms of a recipe; None if no member has any."""
     for member in members:
         records = [record for record in member.pictures() if record.get("linear")]
         if records:
@@ -77,7 +77,7 @@ def _channels(record: Record) -> dict[str, Any]:
 
 
 def shares(histogram: Record) -> dict[str, Any]:
-    """Counts as shares of all, to four digits; a bin without any is 0.
+    """Converts counts to shares of the total, rounded to three digits.
 
     >>> shares({"edge": 1.0, "counts": [1, 2, 1]})
     {'edge': 1.0, 'shares': [0.25, 0.5, 0.25]}
@@ -90,7 +90,7 @@ def shares(histogram: Record) -> dict[str, Any]:
 
 
 def block(name: str) -> str:
-    """The block a layer lies in: its name up to the first number; empty for a layer outside of blocks.
+    """Returns the block of a layer: its name up to the first number; empty for a layer outside of blocks.
 
     >>> block("layer1.0.conv2"), block("features.3.conv.1.0"), block("conv1"), block("features.0")
     ('layer1.0', 'features.3', '', '')
@@ -103,7 +103,7 @@ def block(name: str) -> str:
 
 
 def place(name: str, structure: str) -> str:
-    """Where in its block a layer stands and what it is; the latter alone outside of blocks.
+    """Returns the place of a layer in its block and its kind; only the kind for a layer outside of blocks.
 
     >>> place("layer1.0.conv2", "conv 3x3"), place("features.3.conv.1.0", "depthwise 3x3 stride 2"), place("conv1", "conv 3x3")
     ('conv2, conv 3x3', 'conv.1, depthwise 3x3', 'conv 3x3')

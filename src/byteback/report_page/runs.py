@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the members of a run wrote, read strictly: a page of wrong numbers would be worse than none.
+"""Reads what the members of a run wrote, and checks it: a page with wrong numbers would be worse than no page.
 
-A run that is still going is fine: its last line may be half written, and members that have not begun are left out. Anything
-else that cannot be read is an error that names the file.
+A run may be in progress: the last line may be incomplete, and members that have not started are left out. Anything else that
+cannot be read raises an error that names the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunMember:
-    """One recipe with one seed, as its journal tells it."""
+    """One recipe with one seed, as recorded in its journal."""
 
     run: Path
     folder: Path
@@ -39,46 +39,46 @@ class RunMember:
         return int(self.start["seed"])
 
     def of_kind(self, kind: str) -> list[Record]:
-        """The records of this kind."""
+        """Returns the records of a kind."""
         return [record for record in self.records if record["kind"] == kind]
 
     def result(self) -> Record:
-        """Its line of summary.json, from the journal as it is now."""
+        """Returns its entry in summary.json, from the current journal."""
         return result_of(self.records, self.recipe, self.seed, self.folder, self.run)
 
     def pictures(self) -> list[Record]:
-        """histograms.jsonl; empty where the run took none."""
+        """Returns the records of histograms.jsonl; an empty list if there is no such file."""
         path = self.folder / HISTOGRAMS
         return read_journal(path) if path.exists() else []
 
     @property
     def detects(self) -> bool:
-        """Whether it is a detector; runs of before the first record said so have its scores."""
+        """Whether it is a detector. In runs of older versions the first record does not say so, but they have its scores."""
         return self.start.get("task") == "detect" or any("mAP" in record for record in self.of_kind("epoch"))
 
 
 def read_run(run: Path) -> tuple[list[RunMember], list[str]]:
-    """The members of a run's folder, and a sentence for each that has nothing to show yet."""
+    """Reads the members of a run. Returns them, and a note for each member that has no records yet."""
     if not run.is_dir():
-        raise ValueError(f"report: there is no folder {run}. Name the folder of a run, such as runs/digits-resnet8.")
+        raise ValueError(f"report: there is no folder {run}. Give the folder of a run, such as runs/digits-resnet8.")
     paths = sorted(run.glob(f"*/seed*/{METRICS}")) or sorted(run.glob(f"seed*/{METRICS}")) or sorted(run.glob(METRICS))
     if not paths:
         raise ValueError(
-            f"report: {run} is no run of `byteback train`: it has no file RECIPE/seedN/{METRICS}. "
-            "Name the folder that --output-dir named."
+            f"report: {run} is not a run of `byteback train`: there is no file RECIPE/seedN/{METRICS}. "
+            "Give the folder that was its --output-dir."
         )
     members, waiting = [], []
     for path in sorted(paths, key=_as_asked(run)):
         member = _read_member(run, path)
         if member is None:
-            waiting.append(f"{path} is empty: nothing to show of it yet")
+            waiting.append(f"{path} is empty, so there is nothing to show yet")
         else:
             members.append(member)
     return members, waiting
 
 
 def _as_asked(run: Path) -> Callable[[Path], int]:
-    """The order in which the run was asked to train its members, where its summary can be read."""
+    """Returns a sort key for the order in which the members are trained, if the summary of the run can be read."""
     order: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         summary = json.loads((run / SUMMARY).read_bytes())
@@ -94,15 +94,15 @@ def _read_member(run: Path, path: Path) -> RunMember | None:
     missing = [key for key in ("recipe", "seed", "model", "data", "epochs", "layers") if key not in start]
     if start.get("kind") != "start" or missing:
         raise ValueError(
-            f"report: {path} does not open with a whole record of kind `start`"
+            f"report: {path} does not start with a complete record of kind `start`"
             + (f" (no {', '.join(missing)})" if missing else "")
-            + ": its beginning is lost, or another program wrote it. Leave its member out, or train it again."
+            + ": its start is lost, or another program wrote it. Remove the member, or train it again."
         )
     return RunMember(run, path.parent, start, records)
 
 
 def read_journal(path: Path) -> list[Record]:
-    """The records of a file of JSON lines; only its last line may be cut short, as it is while it is written."""
+    """Returns the records of a file of JSON lines. Only its last line may be incomplete, while the file is being written."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -119,7 +119,7 @@ def read_journal(path: Path) -> list[Record]:
             records.append(record)
         elif number < len(lines):
             raise ValueError(
-                f"report: {path}, line {number}, is not a record in JSON: the file is damaged. Remove that line to go "
-                "without it, or train the member again."
+                f"report: {path}, line {number}, is not a JSON record: the file is damaged. Remove the line, or train the "
+                "member again."
             )
     return records

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard's event files, where tensorboard is installed: the curves of metrics.jsonl, and the numerics by layer."""
+"""Writes event files for TensorBoard, if it is installed: the curves of metrics.jsonl, and the numerics by layer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SCALARS = {
     "data_wait": "speed/data_wait",
     "lr": "optimizer/lr",
 }
-_NUMERICS = ("deviation", "learning_rate_factor", "clip", "saturated", "gaussian_share")
+_NOT_SHOWN = ("nonfinite",)
 
 
 class Board:
-    """Writes event files; does nothing where it cannot."""
+    """Writes event files. Does nothing if TensorBoard is not wanted or not installed."""
 
     def __init__(self, folder: Path, step: int, wanted: bool) -> None:
         self._writer: Any = None
@@ -30,16 +30,16 @@ class Board:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 return
-            # What an interrupted run wrote beyond its checkpoint is hidden.
+            # Hides what an interrupted run wrote after its last checkpoint.
             self._writer = SummaryWriter(str(folder), purge_step=step or None)
 
     def step(self, step: int, loss: float) -> None:
-        """The loss within an epoch."""
+        """Writes the loss of a step."""
         if self._writer is not None:
             self._writer.add_scalar("loss/step", loss, step)
 
     def epoch(self, record: dict[str, Any], layers: Layers | None) -> None:
-        """An epoch's record, and what its layers did."""
+        """Writes the record of an epoch, and the numerics of its layers."""
         if self._writer is None:
             return
         for field, tag in _SCALARS.items():
@@ -48,12 +48,12 @@ class Board:
         for name, roles in (layers or {}).items():
             for role, values in roles.items():
                 if role.startswith("grad"):
-                    for what in _NUMERICS:
+                    for what in values.keys() - _NOT_SHOWN:
                         if values[what] is not None:
                             self._writer.add_scalar(f"{role}.{what}/{name}", values[what], record["step"])
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         if self._writer is not None:
             self._writer.close()

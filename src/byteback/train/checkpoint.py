@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: all that a member needs to go on bit for bit, in one file that is replaced whole or not at all.
+"""Checkpoints: everything a member needs to resume bit for bit, in one file that is replaced atomically.
 
-    model       weights and buffers, the quantizers' state among them: clips, noise counters, iterations
+    model       weights and buffers, including the state of the quantizers: clips, noise counters, iterations
     optimizer   momentum
-    random      torch's generator, which dropout draws from
-    progress    how far it is, and the sums of the epoch that is under way
-    lengths     of the journals; a resumed run cuts them there
-    class_names where the data set has names for its classes: `eval` refuses another one
+    random      the state of torch's generator, which dropout uses
+    progress    epoch and step, and the sums of the current epoch
+    lengths     of the journals; a resumed run truncates them to these
+    class_names if the data set has names for its classes: `eval` checks them
 
-Learning rate, data order and augmentation are functions of seed, step, epoch and index, so there is nothing to store.
+Learning rate, data order and augmentation are functions of seed, step, epoch and index, so they need no state.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from byteback.train import files
 
 FORMAT = 1
 LAST, BEST = "last.pt", "best.pt"
-_NAMED = 8  # classes that a message names
+_NAMED = 8  # how many classes a message lists
 
 
 @dataclass
 class Progress:
-    """How far a member is. `in_epoch` batches of epoch `epoch` are done, `step` of all."""
+    """The progress of a member: `in_epoch` batches of epoch `epoch` are done, and `step` batches in total."""
 
     epoch: int = 0
     in_epoch: int = 0
@@ -51,7 +51,7 @@ class Progress:
     test_accuracy: float = 0.0
     best_accuracy: float = -1.0
     skipped: int = 0
-    log_seconds: float = 0.0  # from here on times, which differ from run to run
+    log_seconds: float = 0.0  # this and the following are times, which differ from run to run
     seconds: float = 0.0
     wait_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -70,40 +70,40 @@ def save(path: Path, contents: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint, and refuses one that is cut short, damaged, or none of ours."""
+    """Reads a checkpoint. Raises an error if the file is truncated, damaged, or not a checkpoint of the trainer."""
     advice = (
-        f"Remove it to train this member from its start, or put {BEST} of the same folder in its place: that one is "
-        "complete as well."
+        f"Remove it to train this member from the start, or replace it by {BEST} of the same folder, which is also a complete "
+        "checkpoint."
         if path.name == LAST
-        else "Name another one."
+        else "Choose another checkpoint."
     )
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load would not look at the checksums
+            damaged = archive.testzip()  # torch.load does not verify the checksums
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise ValueError(f"{path}: there is no such checkpoint.") from error
+        raise ValueError(f"{path}: no such checkpoint.") from error
     except OSError as error:
         raise ValueError(f"{path}: the checkpoint cannot be read: {error.strerror or error}.") from error
-    except Exception as error:  # zipfile, pickle and torch each have their own for a damaged file
-        raise ValueError(f"{path}: the checkpoint is damaged or cut short: {str(error).splitlines()[0]}. {advice}") from error
+    except Exception as error:  # zipfile, pickle and torch raise different errors for a damaged file
+        raise ValueError(f"{path}: the checkpoint is damaged or truncated: {str(error).splitlines()[0]}. {advice}") from error
     if not isinstance(contents, dict) or "progress" not in contents:
-        raise ValueError(f"{path}: this is no checkpoint of `byteback train`: it has no progress. {advice}")
+        raise ValueError(f"{path}: this is not a checkpoint of `byteback train`: it has no progress. {advice}")
     if contents["format"] != FORMAT:
-        raise ValueError(f"{path}: the checkpoint has format {contents['format']}, this build reads {FORMAT}. {advice}")
+        raise ValueError(f"{path}: the checkpoint has format {contents['format']}, but this build reads {FORMAT}. {advice}")
     return contents
 
 
 def must_know(contents: dict[str, Any], data: str, classes: int, names: Sequence[str]) -> None:
-    """Refuses a data set with other classes than the checkpoint was trained on. Not every data set has names for them."""
+    """Raises an error if a data set has other classes than the checkpoint. Class names are compared if both have them."""
     known = contents.get("class_names") or ()
     number = contents["classes"] + len(names) - classes if names else contents["classes"]  # without the background
     if contents["classes"] != classes or (known and names and list(known) != list(names)):
         raise ValueError(
-            f"eval: the checkpoint knows {_classes(number, known)}, but {data} has {_classes(len(names) or classes, names)}. "
-            "Choose a data set with the classes that it was trained on."
+            f"eval: the checkpoint was trained on {_classes(number, known)}, but {data} has "
+            f"{_classes(len(names) or classes, names)}. Choose a data set with the same classes."
         )
 
 
@@ -117,12 +117,12 @@ def _classes(number: int, names: Sequence[str]) -> str:
 
 
 def progress_of(contents: dict[str, Any]) -> Progress:
-    """The progress that a checkpoint stores."""
+    """Returns the progress that is stored in a checkpoint."""
     return Progress(**contents["progress"])
 
 
 def fingerprint(contents: dict[str, Any]) -> str:
-    """sha256 of everything in a checkpoint that training goes on from; times and lengths of files are left out."""
+    """Returns the sha256 of everything in a checkpoint that training depends on: not of times and lengths of files."""
     digest = hashlib.sha256()
     progress = {name: value for name, value in contents["progress"].items() if name not in _TIMES}
     _add(digest, {"progress": progress, **{part: contents[part] for part in ("model", "optimizer", "random")}})
@@ -145,5 +145,5 @@ def _add(digest: Any, value: Any) -> None:
 
 
 def as_data(progress: Progress) -> dict[str, Any]:
-    """Progress as plain data."""
+    """Returns the progress as plain data."""
     return dataclasses.asdict(progress)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TrainConfig: the single source of the command line's flags, of what a TOML file may say, and of the defaults.
+"""TrainConfig defines the flags of `byteback train`, the keys of its TOML files, and their default values.
 
-A field that is None depends on the data set; `complete` fills it in. `config_file.py` reads and writes TOML.
+The default of a field that is None depends on the data set; `complete` fills it in. `config_file.py` reads and writes TOML.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tyro
 
 from byteback.train.variants import FLOAT, Variant, parse
 
-# What a data set brings along where the user says nothing: model, epochs, batch size, image size.
+# Default values by data set: model, epochs, batch size, image size.
 _VIDEO: dict[str, tuple[str, int, int, int]] = {
     "moving-items": ("r3d_8", 4, 32, 32),
     "frames": ("r3d_18", 30, 8, 112),
@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, tuple[str, int, int, int]] = {
     "voc": ("retinanet_resnet50_fpn", 24, 4, 320),
     "coco": ("retinanet_resnet50_fpn", 24, 4, 320),
 }
-# What a task brings along: learning rate, epochs of warm-up, bound of the gradient's norm.
+# Default values by task: learning rate, epochs of warm-up, maximum norm of the gradient.
 _DETECTION = ("voc", "coco")
 _SCHEDULES: dict[str, tuple[float, float, float]] = {
     "classify": (0.1, 0.0, 0.0),
@@ -43,114 +43,115 @@ _SCHEDULES: dict[str, tuple[float, float, float]] = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a network in float32 and in int8, with the same seeds and the same data in the same order, and compare them.
+    """Train a network in float32 and in int8 with the same seeds and the same data in the same order, and compare them.
 
-    Without any flag: a small ResNet on handwritten digits, in a quarter of a minute.
+    Without flags it trains a small ResNet on handwritten digits, in about 15 seconds.
     """
 
     task: Literal["classify", "detect", "video"] = "classify"
-    """What is learnt: the class of an image, boxes around objects (docs/7-detection.md), or the class of a clip
+    """What to train: the class of an image, boxes around objects (docs/7-detection.md), or the class of a clip
     (docs/8-video.md)."""
     model: str | None = None
-    """A network by name (`byteback models` lists them). Default: resnet8 for digits, resnet18 for folders, else resnet20;
-    r3d_8 for moving-items, r3d_18 for other clips; retinanet_resnet50_fpn for boxes."""
+    """Name of the network (`byteback models` lists them). Default: resnet8 for digits, resnet18 for folders, r3d_8 for
+    moving-items, r3d_18 for other clips, retinanet_resnet50_fpn for detection, resnet20 for the rest."""
     data: str = "digits"
     """digits, cifar10, cifar100, fashion-mnist, or folder:PATH with PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE.
     Detection: voc:PATH or coco:PATH. Video: moving-items, frames:PATH with PATH/CLASS/CLIP/FRAME.png, or clips:PATH with
     PATH/CLASS/CLIP.mp4 or PATH/labels.csv."""
     data_path: str | None = None
-    """Where the data sets lie. Default: $BYTEBACK_DATA, else ./data."""
+    """Folder of the data sets. Default: $BYTEBACK_DATA, or ./data."""
     backbone: str | None = None
-    """Of a detector: resnet18, resnet50 or mobilenet_v3_large. Default: the one in its name."""
+    """Backbone of a detector: resnet18, resnet50 or mobilenet_v3_large. Default: the one in its name."""
     backbone_checkpoint: str | None = None
-    """Weights of a classifier to begin a detector's backbone with; its norms are then frozen. Default: from nothing."""
+    """Checkpoint of a classifier to initialize the backbone of a detector. Its norms are then frozen. Default: random
+    weights."""
     anchor_size: int | None = None
-    """Side in pixels of the smallest anchors of RetinaNet and Faster R-CNN; those of every further level are twice as large.
-    Default: 32, torchvision's, which fits images of 800 pixels."""
+    """Side in pixels of the smallest anchors of RetinaNet and Faster R-CNN; they double with every level. Default: 32 as in
+    torchvision, for images of 800 pixels."""
     box_samples: int | None = None
-    """Proposals of an image that Faster R-CNN's second stage is trained on. Default: 512, torchvision's: most of a step
-    of small images."""
+    """Proposals per image that train the second stage of Faster R-CNN. Default: 512 as in torchvision, which is most of the
+    time of a step with small images."""
     keep_float: tuple[str, ...] = ()
-    """Wildcards of layers that stay float. Default: a detector's predictors; "none" for none."""
+    """Wildcards of layers that stay float. Default: the predictors of a detector; "none" for no layer."""
     recipe: tuple[str, ...] = (FLOAT, "unified-int8", "distribution-adaptive-int8")
-    """What to compare, in this order (`byteback recipes` lists them). Fields change by NAME:field=value,field=value."""
+    """Recipes to compare, in this order (`byteback recipes` lists them). NAME:field=value,field=value changes fields."""
     seed: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--seeds"])] = (0,)
-    """Seeds of weights, data order, augmentation and rounding noise; every recipe trains once with each."""
+    """Seeds of weights, data order, augmentation and rounding noise. Every recipe is trained once per seed."""
     epochs: int | None = None
     """Passes over the training images. Default: 12 for digits, 10 for fashion-mnist, 15 for cifar, 30 for folders."""
     batch_size: int | None = None
-    """Images per step. Default: 64 for digits and folders, else 128."""
+    """Images per step. Default: 64 for digits and folders, 128 for the rest."""
     lr: float | None = None
-    """Learning rate of SGD at the start of the schedule. Default: 0.1, for detection 0.02."""
+    """Initial learning rate of SGD. Default: 0.1, or 0.02 for detection."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: float = 1e-4
     """Weight decay of SGD."""
     lr_schedule: Literal["cosine", "step", "linear", "constant"] = "cosine"
-    """How the learning rate falls: to zero along a cosine or a line, in steps, or not at all."""
+    """Decay of the learning rate: to zero along a cosine or a line, in steps, or none."""
     lr_step_size: int = 30
     """Epochs between two steps of the schedule "step"."""
     lr_gamma: float = 0.1
-    """What such a step multiplies the learning rate with."""
+    """Factor of the learning rate at each step of the schedule "step"."""
     warmup_epochs: float | None = None
-    """Epochs in which the learning rate first grows from zero; parts of one are fine. Default: 0, for detection 1."""
+    """Epochs in which the learning rate first rises from zero; fractions are allowed. Default: 0, or 1 for detection."""
     clip_grad_norm: float | None = None
-    """Longer gradients of a step, all parameters together, are shortened to this; 0: never. Default: 0, for detection 2."""
+    """Maximum norm of the gradient of all parameters; 0 for no limit. Default: 0, or 2 for detection."""
     label_smoothing: float = 0.0
-    """Share of the target that is spread over all classes."""
+    """Share of the target that is distributed over all classes."""
     augment: bool = True
-    """Customary augmentation: padded crops and flips for small images, resized crops and flips for folders, zoom and flips
-    for detection, none for digits."""
+    """Augment the training images: padded crops and flips for small images, resized crops and flips for folders, zoom and
+    flips for detection, nothing for digits."""
     image_size: int | None = None
-    """Pixels per side of the images of a folder; of the shorter side for detection; digits are enlarged to it. Default: 224;
-    320 for detection, 112 for clips, 32 for moving-items, 8 for digits."""
+    """Pixels per side of the images of a folder, or of the shorter side for detection. Digits are enlarged to it. Default:
+    224 for folders, 320 for detection, 112 for clips, 32 for moving-items, 8 for digits."""
     train_images: int | None = None
-    """Train on so many images (or clips) only, spread evenly over the data set, for a first look. Default: all of them."""
+    """Train on only this many images (or clips), evenly spaced in the data set, for a quick test. Default: all."""
     frames: int | None = None
-    """Frames of a clip. Default: 8 for moving-items, else 16."""
+    """Frames per clip. Default: 8 for moving-items, 16 for the rest."""
     frame_stride: int = 1
-    """Take every such frame of a clip on disk."""
+    """Read every n-th frame of a clip on disk."""
     download: bool = True
-    """Download a data set that is not there."""
+    """Download a data set that is missing."""
     workers: int = 2
-    """Processes that read a folder's images; data sets in memory need none."""
+    """Processes that read the images of a folder. Data sets in memory need none."""
     threads: int | None = None
-    """Threads for computing. Default: as many as PyTorch chooses."""
+    """Number of CPU threads. Default: chosen by PyTorch."""
     channels_last: bool = True
-    """Keep images and weights in the memory format channels_last, which int8 kernels read."""
+    """Use the memory format channels_last for images and weights, which int8 kernels read."""
     output_dir: str | None = None
-    """Folder of the run. Default: runs/DATA-MODEL, with a number behind it when there is one already."""
+    """Folder of the run. Default: runs/DATA-MODEL, with a number appended if it exists."""
     resume: str | None = None
-    """Go on with the run in this folder, bit for bit; finished members are skipped, new seeds and recipes may join."""
+    """Continue the run in this folder, bit for bit. Finished members are skipped; new seeds and recipes are added."""
     test_only: bool = False
-    """Train nothing: test the checkpoints of the run named by --resume."""
+    """Do not train: test the checkpoints of the run given by --resume."""
     config: str | None = None
-    """A TOML file with the names of these flags; flags given besides it win."""
+    """A TOML file with these flags as keys. Flags on the command line override it."""
     log_every: int = 50
     """Steps between two records in metrics.jsonl."""
     checkpoint_seconds: float = 60.0
-    """Seconds between two checkpoints within an epoch; there is one at the end of every epoch in any case."""
+    """Seconds between two checkpoints within an epoch. There is always one at the end of an epoch."""
     histogram_every: int = 1
-    """Epochs between two looks at the gradients for histograms.jsonl; 0 for none."""
+    """Epochs between two records of gradient histograms in histograms.jsonl; 0 for none."""
     tensorboard: bool = True
-    """Write TensorBoard's event files, where tensorboard is installed."""
+    """Write event files for TensorBoard, if it is installed."""
     recipes: Annotated[dict[str, dict[str, Any]], tyro.conf.Fixed, tyro.conf.Suppress] = field(default_factory=dict)
-    """Recipes that a TOML file defines in tables [recipes.NAME]; each says its `base` and what differs."""
+    """Recipes that a TOML file defines in tables [recipes.NAME]: a `base` and the fields that differ from it."""
 
     def __post_init__(self) -> None:
         _check(self)
         self.variants()
 
     def variants(self) -> list[Variant]:
-        """What `recipe` names."""
+        """Returns the variants that `recipe` names."""
         return [parse(spec, self.recipes) for spec in self.recipe]
 
     def kind(self) -> str:
-        """The data set without its path."""
+        """Returns the data set without its path."""
         return self.data.partition(":")[0]
 
     def complete(self) -> TrainConfig:
-        """The same with every default that depends on the data set filled in.
+        """Returns the config with all default values that depend on the data set.
 
         >>> TrainConfig(data="cifar10").complete().model
         'resnet20'
@@ -171,7 +172,7 @@ class TrainConfig:
 
 
 def _check(config: TrainConfig) -> None:
-    """Refuses what cannot train; every sentence says what would."""
+    """Raises an error for values that cannot work."""
     positive = {"epochs": 1, "batch_size": 2, "threads": 1, "image_size": 8, "log_every": 1, "lr_step_size": 1}
     positive |= {"train_images": 2, "frames": 1, "frame_stride": 1, "anchor_size": 1, "box_samples": 1}
     for name, least in positive.items():
@@ -196,30 +197,31 @@ def _check(config: TrainConfig) -> None:
     if config.lr is not None and not config.lr > 0.0:
         raise ValueError(f"train: --lr is {config.lr}; it must be positive.")
     if not 0.0 <= config.label_smoothing < 1.0:
-        raise ValueError(f"train: --label-smoothing is {config.label_smoothing}; it must lie in [0, 1).")
+        raise ValueError(f"train: --label-smoothing is {config.label_smoothing}; it must be in [0, 1).")
     for name in ("recipe", "seed"):
         values = getattr(config, name)
         if not values or len(set(values)) != len(values):
-            raise ValueError(f"train: {_flag(name)} is {' '.join(map(str, values)) or 'empty'}; name at least one, each once.")
+            raise ValueError(
+                f"train: {_flag(name)} is {' '.join(map(str, values)) or 'empty'}; give at least one value, and each only once."
+            )
     if not all(0 <= seed < 2**63 for seed in config.seed):
-        raise ValueError(f"train: --seed is {' '.join(map(str, config.seed))}; seeds lie between 0 and 2^63 - 1.")
+        raise ValueError(f"train: --seed is {' '.join(map(str, config.seed))}; seeds must be between 0 and 2^63 - 1.")
     task = "video" if config.kind() in _VIDEO else "detect" if config.kind() in _DETECTION else None
     if task != config.task and (task or (config.task == "video" and config.kind() in _DEFAULTS)):
         raise ValueError(
-            f"train: --task {config.task} does not go with --data {config.data}. Video has moving-items, frames:PATH and "
-            "clips:PATH, all of them with --task video; --task detect has voc:PATH and coco:PATH; every other data set is for "
-            "--task classify."
+            f"train: --task {config.task} does not work with --data {config.data}. Use --task video with moving-items, "
+            "frames:PATH and clips:PATH, --task detect with voc:PATH and coco:PATH, and --task classify with the others."
         )
     for_detectors = ("backbone", "backbone_checkpoint", "anchor_size", "box_samples")
     given = [_flag(name) for name in for_detectors if getattr(config, name) is not None]
     if config.task != "detect" and given:
-        raise ValueError(f"train: {', '.join(given)}: for detectors only; add --task detect, or leave it out.")
+        raise ValueError(f"train: {', '.join(given)}: for detectors only. Add --task detect, or remove the flag.")
     if config.test_only and config.resume is None:
-        raise ValueError("train: --test-only tests the checkpoints of a run; name it: --resume RUN.")
+        raise ValueError("train: --test-only tests the checkpoints of a run. Add --resume RUN.")
 
 
 def float_layers(asked: Sequence[str], default: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The wildcards of the layers that stay float: those asked for, the default, or nothing for "none".
+    """Returns the wildcards of the layers that stay float: those asked for, the default, or nothing for "none".
 
     >>> float_layers(("backbone.fpn",), ("head",)), float_layers((), ("head",)), float_layers(("none",), ("head",))
     (('backbone.fpn',), ('head',), ())

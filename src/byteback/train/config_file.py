@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TOML files and the command line: flags win over the file, the file wins over the defaults.
+"""TOML files and the command line: flags override the file, the file overrides the default values.
 
-`--config FILE` and `--resume RUN` (whose config.toml it is) are looked for first, because the rest of the command line is
-read with their contents as defaults.
+`--config FILE` and `--resume RUN` (with the config.toml of the run) are read first, because their contents are the default
+values for the rest of the command line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 import tyro
 
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.train.config import TrainConfig
 
 if sys.version_info >= (3, 11):
@@ -26,29 +26,29 @@ else:
     import tomli as tomllib
 
 NAME = "config.toml"
-_OF_A_MEMBER = "metrics.jsonl"  # a member's folder has a config.toml as well
+_OF_A_MEMBER = "metrics.jsonl"  # the folder of a member has a config.toml, too
 _NEVER_STORED = ("resume", "test_only", "config")
-# What may differ between the parts of a run that was interrupted: other members join, and nothing else changes a number, except
-# that float layers may round otherwise with other threads (the trainer says so).
+# What may change when a run is resumed: members may be added, and nothing else changes a number, except that float layers may
+# round differently with another number of threads (the trainer prints a note).
 _MAY_CHANGE = (
     *("recipe", "recipes", "seed", "workers", "data_path", "download", "output_dir", "threads"),
     *("checkpoint_seconds", "tensorboard", *_NEVER_STORED),
 )
-_ONLY_WRITTEN = ("log_every", "histogram_every")  # training does not notice, but the journals would
+_ONLY_WRITTEN = ("log_every", "histogram_every")  # these do not change training, but the journals
 
 
 def from_command_line(args: Sequence[str]) -> TrainConfig:
-    """The config of `byteback train ARGS`."""
+    """Returns the config of `byteback train ARGS`."""
     file, run = _value(args, "--config"), _value(args, "--resume")
     if run is not None:
         if file is not None:
-            raise ValueError("train: --resume goes on with the run's own config.toml, so --config has no place. Leave it out.")
+            raise ValueError("train: --resume uses the config.toml of the run, so --config cannot be given. Remove it.")
         stored = read(run_folder(run) / NAME)
         config = tyro.cli(TrainConfig, default=stored, args=args, prog="byteback train")
         _refuse_changes(stored, config)
         if _value(args, "--output-dir") is not None:
-            raise ValueError("train: --resume writes where the run is, so --output-dir has no place. Leave it out.")
-        # Members join a run, none leaves it: its table is about all of them.
+            raise ValueError("train: --resume writes into the folder of the run, so --output-dir cannot be given. Remove it.")
+        # Members can be added to a run, but not removed: its table has all of them.
         recipe = tuple(dict.fromkeys((*stored.recipe, *config.recipe)))
         seed = tuple(dict.fromkeys((*stored.seed, *config.seed)))
         return dataclasses.replace(config, recipe=recipe, seed=seed, output_dir=str(run_folder(run)))
@@ -57,19 +57,21 @@ def from_command_line(args: Sequence[str]) -> TrainConfig:
 
 
 def run_folder(path: str) -> Path:
-    """The run's folder, from its name, from a member's folder in it or from one of its checkpoints."""
+    """Returns the folder of a run, given that folder, the folder of a member, or a checkpoint."""
     folder = Path(path)
     if folder.suffix == ".pt":
         folder = folder.absolute().parent
     if (folder / _OF_A_MEMBER).is_file():
         folder = folder.absolute().parent.parent
     if not (folder / NAME).is_file():
-        raise ValueError(f"train: --resume {path}: there is no {NAME} in {folder}, so no run lies there. Name a run's folder.")
+        raise ValueError(
+            f"train: --resume {path}: there is no {NAME} in {folder}, so it is not a run. Give the folder of a run."
+        )
     return folder
 
 
 def _value(args: Sequence[str], flag: str) -> str | None:
-    """What follows a flag, as `--flag value` or `--flag=value`; None where it is not given."""
+    """Returns the value of a flag, given as `--flag value` or `--flag=value`; None if it is not given."""
     for index, arg in enumerate(args):
         if arg == flag and index + 1 < len(args):
             return args[index + 1]
@@ -83,34 +85,34 @@ def _refuse_changes(stored: TrainConfig, asked: TrainConfig) -> None:
         before, now = getattr(stored, field.name), getattr(asked, field.name)
         if field.name not in _MAY_CHANGE and before != now:
             raise ValueError(
-                f"train: the run was begun with {field.name} = {before!r}, and --resume goes on with it bit for bit; "
-                f"{now!r} would be another run. Leave the flag out, or start a new one with another --output-dir."
+                f"train: the run was started with {field.name} = {before!r}, and --resume continues it bit for bit, so it "
+                f"cannot change to {now!r}. Remove the flag, or start a new run with another --output-dir."
             )
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """What a run's numbers depend on, besides the recipe and the seed."""
+    """Returns the settings that the numbers of a run depend on, without the recipe and the seed."""
     left_out = (*_MAY_CHANGE, *_ONLY_WRITTEN)
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in left_out}
 
 
 def read(path: Path) -> TrainConfig:
-    """The config that a TOML file describes."""
+    """Reads the config from a TOML file."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: this is no TOML: {error}.") from error
+        raise ValueError(f"{path}: this is not TOML: {error}.") from error
     except OSError as error:
         raise ValueError(f"{path}: the config cannot be read: {error.strerror}. Check its name.") from error
     return parse(text, path)
 
 
 def parse(text: str, path: Path) -> TrainConfig:
-    """The config that a text in TOML describes; `path` is where it comes from."""
+    """Returns the config of a TOML text; `path` is the file that it comes from."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: this is no TOML: {error}.") from error
+        raise ValueError(f"{path}: this is not TOML: {error}.") from error
     fields = {field.name for field in dataclasses.fields(TrainConfig)} - set(_NEVER_STORED)
     hints = get_type_hints(TrainConfig)
     values: dict[str, Any] = {}
@@ -128,7 +130,7 @@ def parse(text: str, path: Path) -> TrainConfig:
 
 
 def _typed(path: Path, key: str, hint: Any, value: Any) -> Any:
-    """The value as the field's type; a single name or seed is a list of one."""
+    """Converts a value to the type of its field. A single name or seed becomes a list of one."""
     text = str(hint)
     if text.startswith("tuple"):
         values = value if isinstance(value, list) else [value]
@@ -148,7 +150,7 @@ def _typed(path: Path, key: str, hint: Any, value: Any) -> Any:
 
 
 def to_text(config: TrainConfig) -> str:
-    """The config as TOML; `read` gives it back.
+    """Returns the config as TOML, which `read` reads back.
 
     >>> "seed = [0, 1]" in to_text(TrainConfig(lr=0.05, seed=(0, 1))).splitlines()
     True
@@ -175,5 +177,5 @@ def _toml(value: Any) -> str:
         return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    # Of numbers, truths and strings TOML and JSON think alike, but TOML wants DEL escaped and knows no pairs of surrogates.
+    # Numbers, booleans and strings are the same in TOML and JSON, but TOML needs DEL escaped and has no surrogate pairs.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How it goes, live: a bar, a line with speed, loss and accuracy, and one with the health of the int8 layers.
+"""Shows the progress of training: a bar, a line with speed, loss and accuracy, and a line with the health of the int8 layers.
 
-Where the output is no terminal there is one line per epoch instead.
+If the output is not a terminal, it prints one line per epoch instead.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from byteback.train import watch
 from byteback.train.checkpoint import Progress as State
 from byteback.train.loop import Member
 
-_SECONDS = 0.5  # between two looks at the layers
+_SECONDS = 0.5  # between two updates
 
 
 class Display:
-    """Listens to the loop and shows what it hears; use it as a context."""
+    """Shows what the loop reports. Use it as a context manager."""
 
     def __init__(self, console: Console, members: int, epochs: int, score: str) -> None:
         self.console, self.members, self.epochs = console, members, epochs
         self.test = "test" if score == "accuracy" else f"test {score}"
-        self.counts = score == "accuracy"  # else training has no share of images that were right
+        self.counts = score == "accuracy"  # only then there is a training accuracy
         self.started, self.looked = 0, 0.0
         self.name, self.accuracy, self.smoothed = "", "", 0.0
         columns = (TextColumn("{task.fields[number]} [bold]{task.description}[/]"), TextColumn("{task.fields[epoch]}"))
@@ -47,7 +47,7 @@ class Display:
         self.live.stop()
 
     def begin(self, member: Member) -> None:
-        """The next member."""
+        """Starts the next member."""
         self.started += 1
         self.name, self.accuracy, self.smoothed = f"{member.variant.name} seed {member.seed}", "", 0.0
         if self.task is not None:
@@ -85,7 +85,7 @@ class Display:
             )
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         self.console.print(text, highlight=False)
 
 

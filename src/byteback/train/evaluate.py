@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback eval CHECKPOINT`: a checkpoint on the test images of its data set, in the arithmetic it was trained with."""
+"""`byteback eval CHECKPOINT`: evaluates a checkpoint on the test images of its data set, in int8 as it was trained."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from byteback.train.data import Data
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Test a checkpoint of `byteback train`."""
+    """Evaluate a checkpoint of `byteback train` on the test images."""
 
     checkpoint: tyro.conf.Positional[str]
-    """The file: a run's best.pt or last.pt."""
+    """The file: best.pt or last.pt of a run."""
     data: str | None = None
     """Another data set with the same classes. Default: the one it was trained on."""
     data_path: str | None = None
-    """Where the data sets lie. Default: where they lay in training, or $BYTEBACK_DATA, or ./data."""
+    """Folder of the data sets. Default: the same as in training, or $BYTEBACK_DATA, or ./data."""
     threads: int | None = None
-    """Threads for computing. Default: as many as PyTorch chooses."""
+    """Number of CPU threads. Default: chosen by PyTorch."""
     float32: bool = False
-    """Run the weights in float32 instead of the recipe's int8."""
+    """Run in float32 instead of in int8."""
 
 
 def run(config: EvalConfig, console: Console) -> None:
-    """The command."""
+    """Runs the command."""
     if config.threads:
         torch.set_num_threads(config.threads)
     path = Path(config.checkpoint)
@@ -50,18 +50,18 @@ def run(config: EvalConfig, console: Console) -> None:
 
 
 def trained_with(path: Path, contents: dict[str, Any]) -> TrainConfig:
-    """The config of the run that a checkpoint is of."""
+    """Returns the config of the run that a checkpoint belongs to."""
     return config_file.parse(contents["config"], path).complete()
 
 
 def evaluate(config: TrainConfig, contents: dict[str, Any], images: Data, in_float: bool = False) -> str:
-    """What a checkpoint comes to on the test images, for people."""
+    """Evaluates a checkpoint on the test images. Returns the scores as text."""
     checkpoint.must_know(contents, images.name, images.classes, images.names)
     shape, known = (images.image_size, images.channels), (contents["image_size"], contents["channels"])
     if shape[0] != known[0] or shape[1] not in (1, known[1]):  # one channel is repeated
         raise ValueError(
-            f"eval: the checkpoint knows images of {known[0]}x{known[0]} pixels with {known[1]} channels, but {images.name} "
-            f"has {shape[0]}x{shape[0]} with {shape[1]}. Choose the data set it was trained on."
+            f"eval: the checkpoint was trained on images of {known[0]}x{known[0]} pixels with {known[1]} channels, but "
+            f"{images.name} has {shape[0]}x{shape[0]} with {shape[1]}. Choose the data set it was trained on."
         )
     recipe = Recipe.from_dict(contents["recipe"]) if contents["recipe"] else None
     model = tasks.build(config, recipe, images, begun=True)

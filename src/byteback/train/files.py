@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that survive a crash: replaced whole or not at all, or cut back to a known length.
+"""Files that survive a crash: replaced atomically, or truncated to a known length.
 
-A checkpoint is written next to its place, forced to the disk, and then renamed: at every moment there is a whole one, the old
-or the new. A journal (a file of JSON lines) only grows; a checkpoint knows how long it was, and a resumed run cuts it there.
+A checkpoint is written to a temporary file, synced to the disk, and renamed, so there is always a complete one, old or new. A
+journal (a file of JSON lines) only grows. A checkpoint stores the length of the journals, and a resumed run truncates them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Puts `data` into `path`, whole or not at all."""
+    """Writes `data` to `path` atomically."""
     fresh = path.with_name(path.name + ".writing")
     try:
         with open(fresh, "wb") as file:
@@ -30,20 +30,20 @@ def replace(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
-        kept = f" The one of before is still there, in {path}." if path.exists() else ""
+        kept = f" The previous version is still in {path}." if path.exists() else ""
         raise OSError(
-            f"{path} could not be written ({len(data) / 2**20:.1f} MB): {error.strerror or error}.{kept} Make room, "
-            "or choose another place for it."
+            f"{path} could not be written ({len(data) / 2**20:.1f} MB): {error.strerror or error}.{kept} Free some space, "
+            "or choose another folder."
         ) from error
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """The same with a value that JSON can say."""
+    """Writes a value as JSON to `path` atomically."""
     replace(path, json.dumps(_plain(value), allow_nan=False, separators=(",", ":")).encode())
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename is only safe on the disk once its folder is."""
+    """Syncs a folder: a rename is only on the disk when its folder is."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -52,7 +52,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates the folder and proves that files can be written there."""
+    """Creates the folder and checks that files can be written to it."""
     trial = folder / ".trial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,26 +60,25 @@ def make_folder(folder: Path) -> None:
         trial.unlink()
     except OSError as error:
         raise OSError(
-            f"train: nothing can be written in {folder}: {error.strerror}. Choose another --output-dir, or change its "
-            "permissions."
+            f"train: cannot write to {folder}: {error.strerror}. Choose another --output-dir, or change its permissions."
         ) from error
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps a second process out of a run's folder; the lock goes with the process, however that ends."""
+    """Locks the folder of a run against a second process. The system releases the lock when the process ends."""
     with open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RuntimeError(
-                f"train: another process is training in {folder}. Wait for it, or choose another --output-dir."
+                f"train: another process is training in {folder}. Wait until it ends, or choose another --output-dir."
             ) from error
         yield
 
 
 class Journal:
-    """A file of JSON lines that is cut to `length` and then only grows."""
+    """A file of JSON lines that is truncated to `length` and then only grows."""
 
     def __init__(self, path: Path, length: int = 0) -> None:
         self.path = path
@@ -87,8 +86,8 @@ class Journal:
         there = self._file.tell()
         if there < length:
             raise ValueError(
-                f"{path} has {there} bytes, but the checkpoint knows of {length}: somebody shortened it. Put it back, or "
-                "remove the member's folder to train it again."
+                f"{path} has {there} bytes, but {length} when the checkpoint was written: the file was truncated. Restore it, "
+                "or remove the folder of the member to train it again."
             )
         self._file.truncate(length)
         self._file.seek(0, os.SEEK_END)
@@ -97,12 +96,12 @@ class Journal:
         """Appends a record."""
         try:
             self._file.write(json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
-            self._file.flush()  # so that one can watch it grow
+            self._file.flush()  # so that others can read it during training
         except OSError as error:
             raise self._failed(error) from error
 
     def synced(self) -> int:
-        """The length, once all of it is on the disk."""
+        """Syncs the file to the disk and returns its length."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -111,16 +110,16 @@ class Journal:
         return self._file.tell()
 
     def _failed(self, error: OSError) -> OSError:
-        return OSError(f"{self.path} could not be written: {error.strerror}. Make room; then go on with --resume.")
+        return OSError(f"{self.path} could not be written: {error.strerror}. Free some space, then continue with --resume.")
 
     def close(self) -> None:
-        """Writes what is pending. A disk that is full was reported before."""
+        """Closes the file. Errors are ignored: `write` and `synced` have raised them before."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a journal; a last line that was cut short is left out."""
+    """Returns the records of a journal without an incomplete last line."""
     records = []
     if path.exists():
         for line in path.read_bytes().split(b"\n"):
@@ -130,7 +129,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: both are null; floats keep 7 digits, as float32 has."""
+    """Converts NaN and Inf to null, which JSON needs, and rounds floats to 7 digits, the precision of float32."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

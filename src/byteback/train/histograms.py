@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of gradients: one batch forward and back with hooks on every convolution, and everything put back as it was.
+"""Histograms of gradients: one batch forward and backward with hooks on every convolution; then all state is restored.
 
-A hook makes fused blocks run layer by layer, so that the gradient of a convolution's output is there to look at, before it is
-quantized. docs/6-the-trainer.md says what the numbers mean.
+With a hook, fused blocks run layer by layer, so the gradient of the output of a convolution exists before it is quantized.
+docs/6-the-trainer.md says what the numbers mean.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from byteback.memory import as_it_was
+from byteback.inspect.memory import as_it_was
 from byteback.train.watch import structure, watched
 
 BINS, CHANNEL_BINS = 101, 61
 LOG_FIRST, LOG_BINS = -40, 48
-CHANNELS, PICTURED = 64, 3  # channels summarized; pictured at either end of the order of their tails
-GAUSSIAN = 0.3  # the second paper's λ
-_ELEMENTS = 1 << 22  # enough for any picture; of larger gradients the first images are taken
+CHANNELS, PICTURED = 64, 3  # channels with statistics; channels with a histogram at each end, sorted by their tails
+GAUSSIAN = 0.3  # λ of the second paper
+_ELEMENTS = 1 << 22  # enough for a histogram; of larger gradients only the first images are used
 
 
 def look(model: nn.Module, images: Tensor, loss: Callable[[Tensor], Tensor]) -> list[dict[str, Any]]:
-    """A record for every convolution: histograms of its output's gradient, of its input and of its weight."""
+    """Returns a record for every convolution: histograms of the gradient of its output, of its input and of its weight."""
     found: dict[str, dict[str, Any]] = {}
     with as_it_was(model, (images,)):
         handles = []
@@ -44,7 +44,7 @@ def look(model: nn.Module, images: Tensor, loss: Callable[[Tensor], Tensor]) -> 
 def _watcher(record: dict[str, Any], found: dict[str, dict[str, Any]]) -> Callable[[Any, Any, Any], None]:
     def on_forward(layer: Any, args: Any, output: Any) -> None:
         if record["layer"] in found or not isinstance(output, Tensor) or not output.requires_grad:
-            return  # a layer that is called several times shows its first call
+            return  # only the first call of a layer is recorded
         found[record["layer"]] = record
         record["input"] = _linear(_part(args[0].detach().float()), BINS)
         record["weight"] = _linear(layer.weight.detach(), BINS)
@@ -94,7 +94,7 @@ def _channels(values: Tensor, peak: Tensor, std: Tensor, tail: Tensor) -> dict[s
 
 
 def _linear(x: Tensor, bins: int) -> dict[str, Any]:
-    """Equal bins from -max|x| to max|x|."""
+    """Returns a histogram with equal bins from -max|x| to max|x|."""
     edge = float(x.abs().max()) if x.numel() else 0.0
     if not 0.0 < edge < float("inf"):
         return {"edge": edge, "counts": [0] * (bins // 2) + [x.numel()] + [0] * (bins // 2)}
@@ -102,9 +102,9 @@ def _linear(x: Tensor, bins: int) -> dict[str, Any]:
 
 
 def _log2(x: Tensor) -> dict[str, Any]:
-    """Nonzero |x| by its binary exponent."""
+    """Returns a histogram of nonzero |x| by its binary exponent."""
     magnitude = x[x != 0.0]
-    exponent = torch.frexp(magnitude).exponent.long() - 1 - LOG_FIRST  # frexp's mantissa lies in [1/2, 1)
+    exponent = torch.frexp(magnitude).exponent.long() - 1 - LOG_FIRST  # the mantissa of frexp is in [1/2, 1)
     inside = exponent[(exponent >= 0) & (exponent < LOG_BINS)]
     counts = torch.bincount(inside, minlength=LOG_BINS)
     below, above = int((exponent < 0).sum()), int((exponent >= LOG_BINS).sum())

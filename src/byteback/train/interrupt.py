@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM: a request to stop, which training grants at the end of its step."""
+"""Ctrl-C and SIGTERM: training stops at the end of the current step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 class Stopped(Exception):
-    """Training was asked to stop, and everything is saved."""
+    """Training was interrupted, and everything is saved."""
 
 
 class Stop:
-    """Within it, the first signal is a request that `check` grants; a second one ends the process where it is."""
+    """A context manager: after the first signal `check` raises Stopped; a second signal ends the process at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -34,6 +34,6 @@ class Stop:
         self.requested = True
 
     def check(self) -> None:
-        """Raises Stopped if somebody asked for it."""
+        """Raises Stopped if there was a signal."""
         if self.requested:
             raise Stopped

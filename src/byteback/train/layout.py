@@ -10,14 +10,14 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of 
 
 
 def as_asked(batch: Tensor, channels: int, channels_last: bool) -> Tensor:
-    """Images (N, C, H, W) or clips (N, C, T, H, W) with the channels and in the memory format that a network is trained in."""
+    """Converts images (N, C, H, W) or clips (N, C, T, H, W) to the channels and the memory format of a network."""
     if batch.shape[1] != channels:
         batch = batch.expand(-1, channels, *batch.shape[2:])
     return batch.contiguous(memory_format=_LAST[batch.dim()] if channels_last else torch.contiguous_format)
 
 
 def lay_out(model: nn.Module, channels_last: bool) -> nn.Module:
-    """The network with its convolutions' weights in that memory format; `Module.to` takes 2-D or 3-D ones, not both."""
+    """Converts the weights of the convolutions to the memory format. `Module.to` can convert 2-D or 3-D ones, but not both."""
     if channels_last:
         for parameter in model.parameters():
             if parameter.dim() in _LAST:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback recipes` and `byteback models`: what there is to choose from."""
+"""`byteback recipes` and `byteback models`: list the recipes and the networks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from byteback.train.variants import FLOAT
 
 @dataclass(frozen=True)
 class RecipesConfig:
-    """List the recipes, and the fields that NAME:field=value changes."""
+    """List the recipes, and the fields that NAME:field=value can change."""
 
 
 @dataclass(frozen=True)
 class ModelsConfig:
-    """List the networks that --model knows."""
+    """List the networks for --model."""
 
 
 def recipes(config: RecipesConfig, console: Console) -> None:
-    """The command `byteback recipes`."""
-    rows = [[FLOAT, "PyTorch as it is: what the others are compared with."]]
+    """Runs the command `byteback recipes`."""
+    rows = [[FLOAT, "Plain PyTorch, which the other recipes are compared with."]]
     rows += [[slug, " ".join((kind.__doc__ or "").split())] for slug, kind in recipe_classes().items()]
     console.print(tables.build("Recipes", ["name", "what it does"], rows, left=2))
     for slug, kind in recipe_classes().items():
@@ -37,9 +37,9 @@ def recipes(config: RecipesConfig, console: Console) -> None:
         fields = [[path, shown] for path, shown in _fields(kind())]
         console.print(tables.build(slug, ["field", "default"], fields, left=2))
     console.print(
-        "\nA field changes by its path, or by its last part wherever that occurs: --recipe "
+        "\nTo change a field, give its path, or its last part to change it everywhere: --recipe "
         "unified-int8:period=100,norm_memory=int8\n"
-        "A rule is named by its class, and none takes it away: unified-int8:clip=MaxAbs, unified-int8:learning_rate=none",
+        "The value of a rule is the name of its class, or none: unified-int8:clip=MaxAbs, unified-int8:learning_rate=none",
         highlight=False,
     )
 
@@ -57,24 +57,24 @@ def _fields(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def model_names(config: ModelsConfig, console: Console) -> None:
-    """The command `byteback models`."""
+    """Runs the command `byteback models`."""
     small = models.names(SMALL_IMAGE - 1)
     rows = []
     for name in models.names(SMALL_IMAGE):
         size = sum(parameter.numel() for parameter in models.build(name).parameters())
         rows.append([name, "8x8 to 32x32" if name in small else "32x32", f"{size:,}"])
     console.print(tables.build("For small images", ["name", "pixels", "parameters"], rows, left=2))
-    console.print("\n[bold]torchvision[/], at the sizes that they take (the names above stand for the small variants at 32x32)")
+    console.print("\n[bold]torchvision[/], for other image sizes (at 32x32 the names above are the small variants)")
     console.print(", ".join(networks.torchvision_names()), highlight=False)
-    console.print("\n[bold]for --task video[/], besides tsn:NAME, which averages NAME's logits over the frames of a clip")
+    console.print("\n[bold]for --task video[/], and tsn:NAME, which averages the logits of NAME over the frames of a clip")
     console.print(", ".join(video_networks.names()), highlight=False)
     console.print("\n[bold]for --task detect[/], with --backbone " + ", ".join(detectors.BACKBONES))
     console.print(", ".join(detectors.NAMES), highlight=False)
     package = networks.timm()
     if package is None:
-        console.print("\n[bold]timm:NAME[/] any network of timm, once it is installed: pip install timm")
+        console.print("\n[bold]timm:NAME[/] any network of timm, which is not installed: pip install timm")
     else:
         console.print(
             f"\n[bold]timm:NAME[/] {len(package.list_models())} networks of timm {package.__version__}; "
-            "timm.list_models() names them"
+            "timm.list_models() lists them"
         )

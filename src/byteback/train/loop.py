@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run, readable from top to bottom: a member of a side-by-side run, from its first step to its last.
+"""Trains one member of a run, from its first step to its last. Read it from top to bottom.
 
-    start or resume → for each epoch: look at gradients · train · test · write · checkpoint → end
+    start or resume → for each epoch: histograms of gradients · train · test · write · checkpoint → end
 
-All that training goes on from is in the model, the optimizer, torch's generator and `Progress`; see checkpoint.py.
+The whole state of training is in the model, the optimizer, torch's generator and `Progress`; see checkpoint.py.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _TEST_BATCH, _TEST_CLIPS = 250, 16
 
 
 class Diverged(Exception):
-    """The loss is no number any more, or a gradient was none that could be quantized."""
+    """Loss became NaN or Inf, or a gradient with NaN or Inf could not be quantized."""
 
 
 class Listener(Protocol):
-    """Who wants to hear how it goes: the progress bar."""
+    """Is called after every step and every epoch: the progress bar."""
 
     def on_step(self, progress: Progress, loss: float, steps: int, model: nn.Module) -> None: ...
 
@@ -49,7 +49,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Member:
-    """One recipe with one seed: what it trains with, and where it writes."""
+    """One recipe with one seed, and the folder that it writes to."""
 
     variant: Variant
     seed: int
@@ -57,14 +57,14 @@ class Member:
 
 
 def train(config: TrainConfig, member: Member, data: Data, listener: Listener, stop: Stop) -> None:
-    """Trains a member to its end, from its checkpoint if it has one; raises Stopped, all saved, when asked to."""
+    """Trains a member to its end, from its checkpoint if it has one. Saves and raises Stopped when interrupted."""
     Run(config.complete(), member, data, listener, stop).run()
 
 
 class Run:
     """A member in training."""
 
-    counts_correct: ClassVar[bool] = True  # whether training has a share of images that were recognized
+    counts_correct: ClassVar[bool] = True  # whether there is a training accuracy
 
     def __init__(self, config: TrainConfig, member: Member, data: Data, listener: Listener, stop: Stop) -> None:
         assert config.model and config.epochs and config.batch_size and config.lr  # complete() filled them in
@@ -104,7 +104,7 @@ class Run:
             self._save(LAST)
             raise
         except (Diverged, byteback.NonFiniteError) as error:
-            # An honest result: the other members go on. The checkpoint stays the last one that was sound.
+            # This is a result, too: the other members are still trained. The last checkpoint before it is kept.
             now = self.progress
             self.metrics.write({"kind": "diverged", "epoch": now.epoch, "step": now.step, "why": str(error)})
             self.metrics.synced()
@@ -139,30 +139,30 @@ class Run:
             raise Diverged(f"the test loss became {test_loss} after epoch {now.epoch}")
         self._close_epoch(accuracy, test_loss, time.perf_counter() - start, more)
 
-    # ---- what a task may do otherwise ----
+    # ---- what a task may override ----
 
     def _build(self) -> nn.Module:
-        """The network, ready to train."""
+        """Builds the network, ready to train."""
         return build(self.config, self.member.variant.recipe, self.data, self.channels)
 
     def _loss(self, images: Any, labels: Any) -> tuple[Tensor, int]:
-        """The loss of a batch, and how many of its images were recognized."""
+        """Returns the loss of a batch, and how many of its images were classified correctly."""
         logits = self.model(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
         return loss, int((logits.detach().argmax(1) == labels).sum())
 
     def _test(self) -> tuple[float, float, dict[str, Any]]:
-        """The score that decides which epoch is the best, the loss, and what else belongs into the epoch's record."""
+        """Returns the score that selects the best epoch, the loss, and further fields for the record of the epoch."""
         return *test(self.model, self.data.test, self._as_asked, self.stop, self.data.frames), {}
 
     def _memory(self, images: Any, labels: Any) -> byteback.MemoryReport:
-        """What a step keeps."""
+        """Measures the memory of a step."""
         return byteback.memory(self.model, images)
 
     # ---- within an epoch ----
 
     def _timed(self, source: Source, chosen: list[Tensor]) -> Iterator[Batch]:
-        """The batches, with the time of each step and the share of it that was spent waiting for data."""
+        """Yields the batches. Measures the time of each step and the time spent waiting for data."""
         batches = source.batches(chosen, self.member.seed, self.progress.epoch)
         while True:
             start = time.perf_counter()
@@ -178,7 +178,7 @@ class Run:
             self._after_step()
 
     def _as_asked(self, images: Tensor) -> Tensor:
-        """With the channels and in the memory format that the network is trained in."""
+        """Converts images to the channels and the memory format of the network."""
         return layout.as_asked(images, self.channels, self.config.channels_last)
 
     def _lr(self, step: int) -> float:
@@ -199,7 +199,7 @@ class Run:
         self.last_loss = loss
 
     def _after_step(self) -> None:
-        """What may follow a step: a record, a checkpoint, the end."""
+        """After each step: writes a record or a checkpoint if it is time, and stops if there was a signal."""
         now = self.progress
         if now.step % self.config.log_every == 0 or now.in_epoch == self.steps:
             health = watch.health_line(self.model)
@@ -224,7 +224,7 @@ class Run:
     # ---- between epochs ----
 
     def _look(self, first: Tensor) -> None:
-        """Histograms of the gradients of the batch that comes first; training does not notice."""
+        """Writes histograms of the gradients of the first batch, without changing the state of training."""
         images, labels = next(iter(self.data.train.batches([first], self.member.seed, self.progress.epoch)))
         self.model.train()
         smoothing = self.config.label_smoothing
@@ -263,10 +263,10 @@ class Run:
             self._save(BEST)
         self._save(LAST)
 
-    # ---- first and last things ----
+    # ---- first and last record, checkpoints ----
 
     def _start(self) -> dict[str, Any]:
-        """The first record: what trains on what, and what a step of it keeps."""
+        """Returns the first record: the settings, and the memory of a step."""
         config, recipe = self.config, self.member.variant.recipe
         first = draws.batches(self.member.seed, 0, len(self.data.train), self.batch_size)[0]
         images, labels = next(iter(self.data.train.batches([first], self.member.seed, 0)))
@@ -299,7 +299,7 @@ class Run:
         }
 
     def _save(self, name: str) -> dict[str, Any]:
-        """A checkpoint of this moment."""
+        """Writes a checkpoint and returns its contents."""
         member, recipe = self.member, self.member.variant.recipe
         contents = {
             "config": config_file.to_text(self.config),
@@ -318,7 +318,7 @@ class Run:
         return contents
 
     def _resume(self) -> dict[str, int]:
-        """Goes on from the newest checkpoint; the lengths of its journals, none for a fresh start."""
+        """Loads the last checkpoint. Returns the lengths of its journals; an empty dict if there is no checkpoint."""
         path = self.member.folder / LAST
         if not path.exists():
             return {}
@@ -337,23 +337,23 @@ class Run:
         return lengths
 
     def _must_be_of_this_run(self, path: Path, contents: dict[str, Any]) -> None:
-        """Bit for bit goes on only what was begun with the same recipe, settings and images."""
+        """Raises an error if the checkpoint was made with another recipe, other settings or other images."""
         recipe = self.member.variant.recipe
         asked: dict[str, Any] = {"recipe": recipe.to_dict() if recipe else None, "seed": self.member.seed}
         asked["images"] = [len(self.data.train), len(self.data.test)]
-        then = {name: contents.get(name, value) for name, value in asked.items()}  # those of before have no images
+        then = {name: contents.get(name, value) for name, value in asked.items()}  # old checkpoints have no "images"
         asked |= config_file.settings(self.config)
         then |= config_file.settings(config_file.parse(contents["config"], path).complete())
         for name, value in asked.items():
             if then[name] != value:
                 raise ValueError(
-                    f"{path} was begun with another {name}: {then[name]}, and this is {value}. --resume goes on bit for bit; "
-                    "put it back, or start a new run with another --output-dir."
+                    f"{path} was started with another {name}: {then[name]} instead of {value}. --resume continues bit for bit; "
+                    "change it back, or start a new run with another --output-dir."
                 )
 
 
 def build(config: TrainConfig, recipe: Recipe | None, data: Data, channels: int) -> nn.Module:
-    """The network of a member, ready to train."""
+    """Builds the network of a member, ready to train."""
     assert config.model
     model = networks.build(config.model, data.image_size, data.classes, channels, data.frames)
     model = layout.lay_out(model, config.channels_last)
@@ -362,7 +362,7 @@ def build(config: TrainConfig, recipe: Recipe | None, data: Data, channels: int)
 
 @torch.no_grad()
 def test(model: nn.Module, source: Source, as_asked: Any, stop: Stop | None = None, frames: int = 0) -> tuple[float, float]:
-    """(accuracy, loss) on the images or clips of a split."""
+    """Returns (accuracy, loss) on the images or clips of a split."""
     size = _TEST_CLIPS if frames else _TEST_BATCH
     model.eval()
     correct, loss = 0, 0.0

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks by name for a data set: ours for small images, torchvision's, and timm's as timm:NAME. Video: video_networks.py."""
+"""Builds networks by name: ours for small images, those of torchvision, and those of timm as timm:NAME.
+
+Networks for video are in video_networks.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 from byteback import models
 from byteback.models import SMALL_IMAGE
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.torchvision_compat import load
 from byteback.train import video_networks
 
@@ -18,13 +21,13 @@ TIMM = "timm:"
 
 
 def channels_for(name: str, channels: int) -> int:
-    """How many channels the network gets from images of `channels`: torchvision's networks take 3, so grey is repeated."""
+    """Returns the input channels of a network for images of `channels`. torchvision's networks take 3, so grey is repeated."""
     name = name.removeprefix(video_networks.TSN)
     return channels if name.startswith(TIMM) or name in (*models.names(SMALL_IMAGE - 1), video_networks.SMALL) else 3
 
 
 def build(name: str, image_size: int, classes: int, channels: int, frames: int = 0) -> nn.Module:
-    """The untrained network, for clips where there are frames."""
+    """Builds the untrained network, for clips if `frames` is not 0."""
     if frames:
         return video_networks.build(name, classes, channels, lambda image: build(image, image_size, classes, channels))
     if name.startswith(TIMM):
@@ -38,13 +41,13 @@ def build(name: str, image_size: int, classes: int, channels: int, frames: int =
 
 
 def torchvision_names() -> list[str]:
-    """torchvision's networks for classifying images."""
+    """Returns the names of torchvision's networks for image classification."""
     known: list[str] = load().models.list_models(module=load().models)
     return known
 
 
 def check(name: str, image_size: int, classes: int, channels: int, frames: int = 0) -> int:
-    """Builds the network once and lets it see two inputs, so that a mistake shows before the first run; its parameters."""
+    """Builds the network and runs it on two inputs, so that mistakes show before training. Returns the number of parameters."""
     state = torch.get_rng_state()
     model = build(name, image_size, classes, channels, frames).eval()
     shape = (channels, frames, image_size, image_size) if frames else (channels, image_size, image_size)
@@ -52,7 +55,7 @@ def check(name: str, image_size: int, classes: int, channels: int, frames: int =
     try:
         with torch.no_grad():
             output = model(torch.zeros(2, *shape))
-    except Exception as error:  # every network has its own way to say that a size does not fit
+    except Exception as error:  # networks raise different errors for a size that does not fit
         raise ValueError(
             f"train: {name} cannot take {'clips' if frames else 'images'} of {' x '.join(map(str, shape))}: {error}. Choose "
             f"another network, or larger images with --image-size{' or more --frames' if frames else ''}."
@@ -60,13 +63,13 @@ def check(name: str, image_size: int, classes: int, channels: int, frames: int =
     if not isinstance(output, Tensor) or output.shape != (2, classes):
         got = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
         raise ValueError(
-            f"train: {name} gives {got} for two inputs, not logits (2, {classes}). Choose a network that classifies."
+            f"train: {name} returns {got} for two inputs, not logits (2, {classes}). Choose a network for classification."
         )
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def timm() -> Any:
-    """The package, or None where it is not installed."""
+    """Returns the package timm, or None if it is not installed."""
     try:
         import timm as package
     except ImportError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the members of a run came to: read from their journals, averaged over seeds, compared with float32.
+"""The results of a run: read from the journals of its members, averaged over seeds, compared with float32.
 
-The journals are the only source, so the table is the same whether a run went through at once or in pieces.
+The journals are the only source, so the table is the same whether or not a run was interrupted.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _MEANS = ("accuracy", "best_accuracy", "train_loss", "test_loss", "images_per_se
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the member of this folder has nothing left to do."""
+    """Whether the member in this folder is finished."""
     return any(record.get("kind") in ("end", "diverged") for record in files.read_lines(folder / METRICS)[-1:])
 
 
 def member_result(member: Member, run: Path) -> dict[str, Any]:
-    """A member's line of summary.json."""
+    """Returns the entry of a member in summary.json."""
     records = files.read_lines(member.folder / METRICS)
     return result_of(records, member.variant.name, member.seed, member.folder, run)
 
 
 def result_of(records: Sequence[dict[str, Any]], recipe: str, seed: int, folder: Path, run: Path) -> dict[str, Any]:
-    """What the journal of a member in `folder` says it came to."""
+    """Returns the result of the member in `folder`, from the records of its journal."""
     start = next((record for record in records if record["kind"] == "start"), {})
     epochs = [record for record in records if record["kind"] == "epoch"]
     last = epochs[-1] if epochs else {}
@@ -62,14 +62,14 @@ def result_of(records: Sequence[dict[str, Any]], recipe: str, seed: int, folder:
 
 
 def begun_with(folder: Path) -> dict[str, Any] | None:
-    """The recipe that a member was begun with, as data; None for float32 and for one that was not begun."""
+    """Returns the recipe that a member was started with, as data; None for float32 and for a member that was not started."""
     start: dict[str, Any] = next((record for record in files.read_lines(folder / METRICS) if record["kind"] == "start"), {})
     recipe: dict[str, Any] | None = start.get("recipe_data")
     return recipe
 
 
 def rows(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per recipe: means over its finished seeds, those that diverged, and the paired difference to float32."""
+    """Returns one row per recipe: means over its finished seeds, the seeds that diverged, the paired difference to float32."""
     over = [result for result in results if result["state"] in ("finished", "diverged")]
     done = [result for result in over if result["state"] == "finished"]
     base = {result["seed"]: result for result in done if result["recipe"] == FLOAT}
@@ -107,7 +107,7 @@ def _spread(values: Sequence[float]) -> float | None:
 
 
 def comparison(table: Sequence[dict[str, Any]], score: str = "accuracy") -> Any:
-    """The closing table, for people."""
+    """Returns the table that is printed at the end."""
     lines = []
     for row in table:
         lost = f"{len(row['diverged'])} diverged" if row["diverged"] else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning rate of every step, as a function of the step alone: nothing to store, nothing to resume."""
+"""The learning rate as a function of the step alone, so that a resumed run needs no state for it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ SCHEDULES = ("cosine", "step", "linear", "constant")
 
 
 def factor(schedule: str, step: int, steps: int, warmup: int = 0, every: int = 1, gamma: float = 0.1) -> float:
-    """What the base learning rate is multiplied with at `step` of `steps`.
+    """Returns the factor of the base learning rate at `step` of `steps`.
 
-    warmup        steps of linear growth before the schedule, which then runs over the rest
-    every, gamma  of "step": after each `every` steps the rate is multiplied with gamma
+    warmup        steps of linear growth before the schedule, which then covers the remaining steps
+    every, gamma  for "step": every `every` steps the rate is multiplied by gamma
 
     >>> [round(factor("cosine", step, 4), 3) for step in range(4)]
     [1.0, 0.854, 0.5, 0.146]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback train`: several recipes with several seeds, one after the other on the same data, then one table.
+"""`byteback train`: trains several recipes with several seeds on the same data, and prints a table.
 
-Recipes take turns within a seed, so that a run that is cut short has compared some seeds whole.
+All recipes are trained with one seed before the next seed, so that an interrupted run has some complete comparisons.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from byteback.train.loop import Member
 from byteback.train.tasks import SCORES
 
 SUMMARY = "summary.json"
-_NAMED = 8  # classes that the first line names
+_NAMED = 8  # how many classes the first line lists
 
 
 def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Console], None] | None = None) -> int:
-    """Trains every member that is not finished yet, and prints the comparison; returns the exit code.
+    """Trains every member that is not finished, and prints the comparison. Returns the exit code.
 
-    `when_done` is called with the run's folder once all members have ended: the command line makes a page of it.
+    `when_done` is called with the folder of the run when all members are finished: the command line writes a page there.
     """
     byteback.tune_malloc()
     if config.threads:
@@ -76,11 +76,11 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
         )
         if before is not None and before.threads != config.threads:
             console.print(
-                f"The run was begun with {before.threads} threads. Layers in float may round otherwise with {config.threads}, "
-                "so what follows is no longer what an uninterrupted run would give, bit for bit.\n",
+                f"The run was started with {before.threads} threads. Float layers may round differently with {config.threads}, "
+                "so the results may not be bit for bit those of an uninterrupted run.\n",
                 highlight=False,
             )
-        summarize(config, folder, members, images)  # so that the command is known, however this ends
+        summarize(config, folder, members, images)  # stores the command, also for a run that is interrupted
         try:
             code = _train(config, folder, members, images, console)
         finally:
@@ -98,7 +98,7 @@ def _train(config: TrainConfig, folder: Path, members: list[Member], images: dat
                 stop.check()
                 display.begin(member)
                 if results.is_finished(member.folder):
-                    display.say(f"{member.variant.name} seed {member.seed} is finished already")
+                    display.say(f"{member.variant.name} seed {member.seed} is already finished")
                 else:
                     tasks.train(config, member, images, display, stop)
                     done = results.member_result(member, folder)
@@ -112,7 +112,7 @@ def _train(config: TrainConfig, folder: Path, members: list[Member], images: dat
         except Stopped:
             summarize(config, folder, members, images)
             display.__exit__()
-            console.print(f"\nStopped; everything is saved. Go on with:\n\n    {resume_command(folder)}\n", highlight=False)
+            console.print(f"\nStopped; everything is saved. Continue with:\n\n    {resume_command(folder)}\n", highlight=False)
             return 130
     table = summarize(config, folder, members, images)["rows"]
     console.print()
@@ -122,14 +122,15 @@ def _train(config: TrainConfig, folder: Path, members: list[Member], images: dat
 
 
 def _folder(config: TrainConfig) -> Path:
-    """Where the run goes: a folder that no other run has, unless it is resumed."""
+    """Returns the folder of the run: a new one, unless a run is resumed."""
     if config.resume is not None:
         return config_file.run_folder(config.resume)
     if config.output_dir is not None:
         folder = Path(config.output_dir)
         if (folder / config_file.NAME).exists():
             raise ValueError(
-                f"train: {folder} holds a run already. Go on with it: {resume_command(folder)}; or choose another --output-dir."
+                f"train: {folder} already contains a run. Continue it with {resume_command(folder)}, or choose another "
+                "--output-dir."
             )
         return folder
     name = f"{Path(config.data.partition(':')[2] or config.data).name}-{config.model}".replace(":", "-").replace("/", "-")
@@ -142,12 +143,12 @@ def _folder(config: TrainConfig) -> Path:
 
 
 def resume_command(folder: Path) -> str:
-    """What goes on with the run of a folder."""
+    """Returns the command that continues the run in a folder."""
     return f"byteback train --resume {shlex.quote(str(folder))}"
 
 
 def summarize(config: TrainConfig, folder: Path, members: list[Member], images: data.Data) -> dict[str, Any]:
-    """Writes summary.json: what the members have come to so far."""
+    """Writes summary.json with the results of the members so far, and returns them."""
     found = [results.member_result(member, folder) for member in members]
     summary = {
         **{"format": checkpoint.FORMAT, "task": config.task, "score": SCORES[config.task]},
@@ -164,14 +165,14 @@ def summarize(config: TrainConfig, folder: Path, members: list[Member], images: 
 
 
 def _first_command(folder: Path) -> str:
-    """The command that began the run; one that resumed it would not make it again."""
+    """Returns the command that started the run. A command that resumed it would not reproduce it."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads((folder / SUMMARY).read_bytes())["command"])
     return shlex.join(["byteback", *sys.argv[1:]])
 
 
 def _must_fit(folder: Path, members: list[Member]) -> None:
-    """A member that joins a run, or goes on in it, is compared with those of the same name: they must be the same recipe."""
+    """Raises an error if members of the same name were started with another recipe: a row of the table must have one recipe."""
     for name in dict.fromkeys(member.variant.name for member in members):
         own = [member for member in members if member.variant.name == name]
         if all(results.is_finished(member.folder) for member in own):
@@ -182,13 +183,13 @@ def _must_fit(folder: Path, members: list[Member]) -> None:
             if then is not None and recipe is not None and then != recipe.to_dict():
                 differ = ", ".join(f"{key} = {then.get(key)}" for key, now in recipe.to_dict().items() if then.get(key) != now)
                 raise ValueError(
-                    f"train: {name} with seed {member.seed} in {folder} was begun with {differ}, which is not what the name "
-                    "stands for now, so a row would mix two recipes. Start a run with another --output-dir."
+                    f"train: {name} with seed {member.seed} in {folder} was started with {differ}, but the name now stands for "
+                    "another recipe, so a row would mix two recipes. Start a new run with another --output-dir."
                 )
 
 
 def _test(members: list[Member], config: TrainConfig, images: data.Data, console: Console) -> int:
-    """--test-only: the newest checkpoint of every member."""
+    """--test-only: tests the last checkpoint of every member."""
     for member in members:
         path = member.folder / checkpoint.LAST
         if not path.exists():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task loads and builds, for the trainer and for `eval`: --task decides here, and nowhere else."""
+"""What a task loads and builds, for the trainer and for `eval`. Only this file depends on --task."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from byteback.train.detect import metrics, source
 from byteback.train.detect import run as detect
 from byteback.train.interrupt import Stop
 
-SCORES = {"classify": "accuracy", "video": "accuracy", "detect": "mAP"}  # what a task calls the number that it is judged by
+SCORES = {"classify": "accuracy", "video": "accuracy", "detect": "mAP"}  # the name of the score of each task
 
 
 def load(config: TrainConfig) -> Data:
-    """The data set, or as much of it as is asked for."""
+    """Loads the data set, or the part of it that --train-images asks for."""
     images, asked = _load(config), config.train_images
     if asked is None or asked == len(images.train):
         return images
     if asked > len(images.train):
         raise ValueError(
-            f"train: --train-images is {asked}, but {config.data} has {len(images.train)} for training. Ask for fewer, or "
-            "leave it out for all."
+            f"train: --train-images is {asked}, but {config.data} has {len(images.train)} for training. Use a smaller number, "
+            "or remove the flag to use all."
         )
     return replace(images, train=Part(images.train, asked))
 
@@ -35,7 +35,7 @@ def load(config: TrainConfig) -> Data:
 def _load(config: TrainConfig) -> Data:
     assert config.image_size and config.frames  # complete() filled them in
     if config.task == "detect":
-        metrics.pycocotools()  # rather now than after the first epoch
+        metrics.pycocotools()  # if it is missing, fail now and not after the first epoch
         return source.load(config.data, config.image_size, config.augment, config.workers)
     return data.load(
         *(config.data, config.data_path),
@@ -49,15 +49,15 @@ def _load(config: TrainConfig) -> Data:
 
 
 def check(config: TrainConfig, images: Data) -> int:
-    """Builds the network in float and for every recipe, so that a mistake shows before the first run; its parameters."""
+    """Builds the network for every recipe, so that mistakes show before training. Returns the number of parameters."""
     assert config.model
     if images.image_size != config.image_size:
         raise ValueError(
-            f"train: {config.data} has images of {images.image_size}x{images.image_size} pixels, which are not resized. Leave "
-            f"out --image-size {config.image_size}."
+            f"train: {config.data} has images of {images.image_size}x{images.image_size} pixels, which are not resized. Remove "
+            f"--image-size {config.image_size}."
         )
     if len(images.train) < 2:
-        raise ValueError(f"train: {config.data} has {len(images.train)} image for training; BatchNorm needs two at least.")
+        raise ValueError(f"train: {config.data} has {len(images.train)} image for training; BatchNorm needs at least two.")
     random = torch.get_rng_state()
     begun = config.resume is not None
     if config.task == "detect":
@@ -73,7 +73,7 @@ def check(config: TrainConfig, images: Data) -> int:
 
 
 def build(config: TrainConfig, recipe: Recipe | None, images: Data, begun: bool) -> nn.Module:
-    """The network; one that was begun is about to be given the weights of its checkpoint."""
+    """Builds the network. If `begun`, the weights of a checkpoint are loaded into it afterwards."""
     assert config.model
     if config.task == "detect":
         return detect.build(config, recipe, images.classes, begun)
@@ -81,13 +81,13 @@ def build(config: TrainConfig, recipe: Recipe | None, images: Data, begun: bool)
 
 
 def train(config: TrainConfig, member: loop.Member, images: Data, listener: loop.Listener, stop: Stop) -> None:
-    """Trains a member to its end, from its checkpoint if it has one; raises Stopped, all saved, when asked to."""
+    """Trains a member to its end, from its checkpoint if it has one. Saves and raises Stopped when interrupted."""
     begin = detect.train if config.task == "detect" else loop.train
     begin(config, member, images, listener, stop)
 
 
 def tested(config: TrainConfig, model: nn.Module, images: Data, channels: int) -> str:
-    """What a network comes to on the test images, for people."""
+    """Tests a network on the test images. Returns the scores as text."""
     if isinstance(images, source.DetectData):
         return str(detect.test(model, images))
 

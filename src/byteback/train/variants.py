@@ -2,11 +2,11 @@
 """Variants: a recipe by its name, with some of its fields changed, from the command line or from a TOML file.
 
     unified-int8                              the recipe
-    unified-int8:period=100                   every field called `period` in it, wherever it is nested
-    unified-int8:grad_output.clip.period=100  the same, by its whole path
+    unified-int8:period=100                   changes every field called `period`, also nested ones
+    unified-int8:grad_output.clip.period=100  the same, by its full path
     unified-int8:learning_rate=none           DSGC without DCLRS
-    unified-int8:grad_output.clip=MaxAbs      DCLRS without DSGC; a rule is named by its class
-    float32                                   no recipe at all
+    unified-int8:grad_output.clip=MaxAbs      DCLRS without DSGC; the value of a rule is the name of its class
+    float32                                   no recipe
 
 In a TOML file a table [recipes.NAME] with `base` and such keys defines NAME for use in `recipe`.
 """
@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from byteback.near import unknown
 from byteback.quantize import ClipRule, TensorRule
 from byteback.recipes import LearningRateRule, Recipe, recipe_classes
+from byteback.suggestions import unknown
 
 FLOAT = "float32"
 Tables = Mapping[str, Mapping[str, Any]]
@@ -29,14 +29,14 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Variant:
-    """What one member of a run trains with; `recipe` is None for float32."""
+    """A recipe and its name; `recipe` is None for float32."""
 
     name: str
     recipe: Recipe | None
 
     @property
     def folder(self) -> str:
-        """The name as a folder's name.
+        """The name as the name of a folder.
 
         >>> Variant("unified-int8:period=100,strict=true", None).folder
         'unified-int8+period=100+strict=true'
@@ -45,7 +45,7 @@ class Variant:
 
 
 def parse(spec: str, tables: Tables | None = None) -> Variant:
-    """The variant that `spec` names.
+    """Returns the variant that `spec` names.
 
     >>> parse("unified-int8:period=100").recipe.grad_output.clip.period
     100
@@ -58,20 +58,20 @@ def parse(spec: str, tables: Tables | None = None) -> Variant:
     passed: list[str] = []
     while base in tables:
         if base in passed or base in (FLOAT, *recipe_classes()):
-            why = "it is its own base in the end" if base in passed else "there is a recipe of that name"
+            why = "it is its own base" if base in passed else "there is already a recipe of that name"
             raise ValueError(f"recipes.{base}: {why}. Choose another name.")
         passed.append(base)
         table = dict(tables[base])
         below = table.pop("base", None)
         if not isinstance(below, str):
-            raise ValueError(f'recipes.{base}: a table of a recipe says what it changes: base = "unified-int8" or another one.')
+            raise ValueError(
+                f'recipes.{base}: the table has no base. Add the recipe that it changes, such as base = "unified-int8".'
+            )
         changes = {**_flat(table), **changes}
         base = below
     if base == FLOAT:
         if changes:
-            raise ValueError(
-                f"recipe {spec!r}: float32 has no options, it is PyTorch as it is. Leave out {', '.join(changes)}."
-            )
+            raise ValueError(f"recipe {spec!r}: float32 is plain PyTorch and has no options. Remove {', '.join(changes)}.")
         return Variant(spec, None)
     classes = recipe_classes()
     if base not in classes:
@@ -86,7 +86,7 @@ def _option(spec: str, part: str) -> tuple[str, Any]:
     key, equals, text = part.partition("=")
     if not equals or not key.strip():
         raise ValueError(
-            f"recipe {spec!r}: {part!r} is no option; write NAME:key=value,key=value, such as unified-int8:period=100."
+            f"recipe {spec!r}: {part!r} is not an option. Write NAME:key=value,key=value, such as unified-int8:period=100."
         )
     try:
         return key.strip(), json.loads(text)
@@ -103,7 +103,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _change(spec: str, recipe: Recipe, key: str, value: Any) -> Recipe:
-    """The recipe with every field that `key` names set to `value`."""
+    """Returns the recipe with every field that `key` names set to `value`."""
     fields = {path: (value, optional) for path, value, optional in _paths(recipe)}
     paths = {path: value for path, (value, _) in fields.items()}
     chosen = [path for path in paths if path == key] or [path for path in paths if path.endswith("." + key)]
@@ -117,7 +117,7 @@ def _change(spec: str, recipe: Recipe, key: str, value: Any) -> Recipe:
 
 
 def _paths(data: Any, prefix: str = "") -> Iterator[tuple[str, Any, bool]]:
-    """(dotted path, value, whether it may be None) of every field, the nested ones too."""
+    """Yields (dotted path, value, whether it may be None) of every field, including nested ones."""
     for field in dataclasses.fields(data):
         value = getattr(data, field.name)
         yield prefix + field.name, value, "None" in str(field.type)
@@ -131,10 +131,10 @@ def _replace(data: Any, path: list[str], value: Any) -> Any:
 
 
 def _converted(spec: str, path: str, now: Any, optional: bool, value: Any) -> Any:
-    """`value` as the kind of thing that the field holds."""
+    """Converts `value` to the type of the field."""
     if value is None or (isinstance(value, str) and value.lower() == "none"):
         if not optional:
-            raise ValueError(f"recipe {spec!r}: {path} is {now!r}, and cannot be none. Give it a value of its own kind.")
+            raise ValueError(f"recipe {spec!r}: {path} is {now!r} and cannot be none. Use a {type(now).__name__}.")
         return None
     if isinstance(now, bool) and isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
@@ -149,8 +149,8 @@ def _converted(spec: str, path: str, now: Any, optional: bool, value: Any) -> An
         return float(value)
     if now is not None and type(now) is not type(value):
         raise ValueError(
-            f"recipe {spec!r}: {path} is {now!r}, a {type(now).__name__}; {value!r} is a {type(value).__name__}. Give it "
-            "a value of its own kind."
+            f"recipe {spec!r}: {path} is {now!r}, a {type(now).__name__}, but {value!r} is a {type(value).__name__}. Use a "
+            f"{type(now).__name__}."
         )
     return value
 

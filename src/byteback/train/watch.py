@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numerics of a network in training, layer by layer: what metrics.jsonl and TensorBoard show of them."""
+"""The numerics of a network in training, layer by layer, for metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Layers = dict[str, dict[str, dict[str, Any]]]
 
 
 class HealthLine(NamedTuple):
-    """How the int8 layers are doing, in one line; None and 0 without any."""
+    """The state of the int8 layers in one line; None and 0 if there are none."""
 
     deviation: float | None = None
     layer: str = ""
@@ -24,11 +24,11 @@ class HealthLine(NamedTuple):
     def __str__(self) -> str:
         if self.deviation is None:
             return ""
-        return f"worst deviation {self.deviation:.1e} in {self.layer}; {self.at_floor} layers at the lr floor"
+        return f"largest deviation {self.deviation:.1e} in {self.layer}; {self.at_floor} layers at the lowest lr factor"
 
 
 def health_line(model: nn.Module) -> HealthLine:
-    """The worst direction deviation of any gradient, and how many layers learn as slowly as their rule allows."""
+    """Returns the largest direction deviation of a gradient, and how many layers have the lowest learning-rate factor."""
     worst, name, floor = -1.0, "", 0
     for path, layer in model.named_modules():
         if not isinstance(layer, Int8Layer) or not layer.runs_int8():
@@ -43,7 +43,7 @@ def health_line(model: nn.Module) -> HealthLine:
 
 
 def numerics(model: nn.Module) -> Layers:
-    """layer → role → clip, saturated, deviation, learning_rate_factor, gaussian_share, nonfinite."""
+    """Returns layer → role → clip, saturated, deviation, learning_rate_factor, nonfinite, and the clip rule's diagnostics."""
     layers: Layers = {}
     for row in byteback.health(model):
         layers.setdefault(row.layer, {})[row.role] = {
@@ -51,14 +51,14 @@ def numerics(model: nn.Module) -> Layers:
             "saturated": row.saturated,
             "deviation": row.deviation,
             "learning_rate_factor": row.learning_rate_factor,
-            "gaussian_share": row.gaussian_share,
             "nonfinite": row.nonfinite,
+            **row.diagnostics,
         }
     return {name: layers[name] for name, _ in model.named_modules() if name in layers}
 
 
 def described(model: nn.Module, in_int8: bool) -> list[dict[str, Any]]:
-    """The convolutions and Linear layers of a network as it lists them."""
+    """Returns a description of every convolution and Linear layer."""
     notes = {row.name: row for row in byteback.summary(model)} if in_int8 else {}
     rows: list[dict[str, Any]] = []
     for name, layer in watched(model):
@@ -78,13 +78,13 @@ def described(model: nn.Module, in_int8: bool) -> list[dict[str, Any]]:
 
 
 def watched(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, layer) of the convolutions and Linear layers."""
+    """Returns (name, layer) of the convolutions and Linear layers."""
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def structure(layer: Any) -> str:
-    """What kind of layer this is, in a few words.
+    """Returns a short description of a layer.
 
     >>> structure(nn.Conv2d(8, 8, 3, groups=8, stride=2))
     'depthwise 3x3 stride 2'

@@ -312,10 +312,9 @@ def test_a_smaller_norm_memory_saves_bytes_and_keeps_the_direction(memory: str, 
 
 @pytest.mark.parametrize(("memory", "tolerance"), [("bfloat16", 0.005), ("int8", 0.02)])
 def test_a_smaller_norm_memory_changes_gradients_by_its_own_rounding(memory: str, tolerance: float) -> None:
-    """The input of a norm is off by step / √12 = reach / (127 · √12), which is 0.8 % of a deviation where the reach is 3 to 4
-    of them (int8), or by about 2^-9 = 0.2 % (bfloat16). Five norms in a row would make 4 % and 1 % of it, if all of the
-    gradient went through the norm's own part of it; less than half does. test_block_oracle.py has the exact values of one
-    block."""
+    """The input of a norm is off by step / √12 = reach / (127 · √12): 0.8 % of a deviation where the reach is 3 to 4 of
+    them (int8), or by about 2^-9 = 0.2 % (bfloat16). Five norms in a row would make 4 % and 1 % of it, if all of the gradient
+    went through the norm's own part of it; less than half does. test_block_oracle.py has the exact values of one block."""
     (_, grads, _), (_, small_grads, _) = (
         step_and_bytes(byteback.PlainInt8(norm_memory=kind, grad_input=False, grad_weight=False))
         for kind in ("float32", memory)

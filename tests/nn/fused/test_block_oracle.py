@@ -298,7 +298,7 @@ def test_a_block_computes_what_it_stands_for(
         model.norm.eval()  # type: ignore[union-attr]
     seen = recorded(monkeypatch)
     draw = torch.Generator().manual_seed(5)
-    with paths.path(path):
+    with byteback.path(path):
         for _ in range(2):  # the first step searches for clips, the second holds them
             x, residual, g = (torch.randn(4, c, 7, 5, generator=draw) for c in (6, 8, 8))
             check_step(model, x, residual, g, memory, seen)

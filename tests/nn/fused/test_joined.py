@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import byteback
 from byteback import ops
-from byteback.fuse import find_blocks
+from byteback.convert.graph import find_blocks
 from byteback.models.resnet import SmallResNet
 from byteback.nn.fused.pooling import Joined
 from byteback.nn.fused.sources import Floats, LazyActivation, source_of

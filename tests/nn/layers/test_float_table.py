@@ -214,7 +214,7 @@ def test_bench_marks_what_float_serves_and_still_times_the_kernel() -> None:
     grouped = shapes.ConvCase(1, 16, 16, 6, 6, 3, 3, padding_h=1, padding_w=1, groups=4)
     plain = shapes.ConvCase(1, 8, 8, 6, 6, 3, 3, padding_h=1, padding_w=1)
     timings = kernels.measure("here", grouped, 1) + kernels.measure("here", plain, 1)
-    assert [t.float_serves is not None for t in timings] == [True] * 3 + [False] * 3
-    assert all(t.ratio > 0 for t in timings) and [t.served_ratio for t in timings[:3]] == [1.0] * 3
+    assert [t.falls_back is not None for t in timings] == [True] * 3 + [False] * 3
+    assert all(t.ratio > 0 for t in timings) and [t.user_ratio for t in timings[:3]] == [1.0] * 3
     summary = kernels.summarize(timings)
     assert (summary["float_serves"], summary["products"]) == (3, 6)

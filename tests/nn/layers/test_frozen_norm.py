@@ -100,8 +100,8 @@ def test_it_is_restored_copied_pickled_and_loaded() -> None:
 
 def test_a_prepared_model_can_be_traced_again() -> None:
     model = Net()
-    before = byteback.fuse.find_blocks(model)
-    assert byteback.fuse.find_blocks(byteback.prepare(model, "plain-int8")) == before
+    before = byteback.convert.graph.find_blocks(model)
+    assert byteback.convert.graph.find_blocks(byteback.prepare(model, "plain-int8")) == before
 
 
 def test_a_hook_on_it_sees_its_tensor() -> None:

@@ -59,7 +59,7 @@ def test_a_layer_with_such_a_name_stays_float_and_keeps_it(name: str) -> None:
         model = between(layer)
         before = getattr(layer, name)
         byteback.prepare(model, "plain-int8")
-        assert f"it has a {name!r} of its own" in notes(model)["1"]
+        assert f"it already has an attribute {name!r}" in notes(model)["1"]
         model(torch.randn(2, 3, 12, 12))
         assert getattr(layer, name) is before
         byteback.restore(model)

@@ -6,4 +6,6 @@ block.py     the description of a block, and the autograd function that computes
 norm.py      the norm of a block, its gradient, and the residual
 sources.py   LazyActivation, the tensor between two blocks, and how its values are computed
 pooling.py   concatenations and pools of activations
+
+activations.py lists how a model can write each activation.
 """

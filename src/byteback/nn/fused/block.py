@@ -6,7 +6,7 @@
                then grad_input and grad_weight as in autograd.py; g' is g through the activation's derivative
 
 `Block` describes a block of a model, `Call` one call of its convolution, `Stages` what has followed that call so far.
-ops/coefficients.py has the formulas. The float gradient of y is written out only where a clip rule has to read it: a clip
+ops/norm.py has the formulas. The float gradient of y is written out only where a clip rule has to read it: a clip
 that is held for a period needs no reading, and magnitude-aware clips compute the gradient as they read (a third pass).
 """
 
@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from byteback import ops
 from byteback.nn.autograd import ConvProducts, Operands, backward_products, forward_operands, output_operands, refuse_second
+from byteback.nn.fused.activations import WITH_MASK
 from byteback.nn.fused.norm import (
     NormGradient,
     NormState,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from byteback.nn.layers.layer import Int8Layer
 
 Stage = Literal["conv", "norm", "add", "activation"]
-ActivationName = Literal["none", "relu", "relu6", "hardswish", "silu"]
 _READERS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other", "feeds_add")
 
 
@@ -60,13 +60,13 @@ _READERS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds
 class Block:
     """A convolution of a model, the stages after it that are computed with it, and what reads the result.
 
-    Names are those of modules in the model. byteback.fuse finds the blocks; `prepare` binds each to its convolution.
+    Names are those of modules in the model. convert/graph finds the blocks; `prepare` binds each to its convolution.
     """
 
     conv: str
     norm: str | None  # a BatchNorm or FrozenBatchNorm2d; without one the convolution's own bias counts
     adds: bool  # another tensor is added; whether it has the same shape is known only at the call
-    activation: ActivationName
+    activation: str  # its name in byteback.ops
     activation_module: str | None  # None where it is a function, or where there is none
     ends: Stage  # the stage that completes the block; never "conv", as a convolution alone is no block
     feeds_conv: bool  # another convolution reads the result, or may read it
@@ -221,7 +221,7 @@ def _wanted(stages: Stages, backs: bool, needs_gamma: bool) -> _Wanted:
         return _Wanted(*reads)
     y = stages.by_batch or needs_gamma or stages.activation not in MONOTONE
     keep = recipe.norm_memory if stages.by_batch and recipe.norm_memory != "float32" else None
-    masks = stages.activation in ("relu", "relu6")
+    masks = stages.activation in WITH_MASK
     return _Wanted(*reads, y, masks and (stages.residual is not None or not y or keep is not None), keep)
 
 

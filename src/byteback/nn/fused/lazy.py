@@ -27,8 +27,10 @@ from torch.utils._pytree import tree_map
 
 from byteback import ops
 from byteback.nn.autograd import ConvProducts
+from byteback.nn.fused.activations import BY_CALL, WITH_MASK
 from byteback.nn.fused.block import Block, Call, Stages, run_block
 from byteback.nn.fused.sources import LazyActivation, Poolable
+from byteback.ops.backends.registry import runs_blocks
 from byteback.ops.contract import layout
 
 _PLAIN = (Tensor, nn.Parameter, LazyActivation, Poolable)
@@ -42,18 +44,13 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
     block: Block | None = layer.int8_block
     if block is None or torch.compiler.is_compiling() or torch._C._is_tracing() or type(x) not in _PLAIN:
         return False
-    if x.dtype != torch.float32 or not _runs_blocks(x) or torch.is_autocast_enabled(x.device.type):
+    if x.dtype != torch.float32 or not runs_blocks(x) or torch.is_autocast_enabled(x.device.type):
         return False
     if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or _has_any_global_hook() or _is_hooked(layer):
         return False
     return not any(map(_is_hooked, block.swallowed))
-
-
-def _runs_blocks(x: Tensor) -> bool:
-    """Whether there are kernels for blocks where x is stored."""
-    return x.device.type == "cpu"
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -220,7 +217,7 @@ def _activation(name: str, inplace: bool | None) -> Callable[..., Tensor | None]
     def stage(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         if not _open(input) or input.stages.reached == "activation":  # type: ignore[attr-defined]
             return None
-        if input.stages.residual is not None and name not in ("relu", "relu6"):  # type: ignore[attr-defined]
+        if input.stages.residual is not None and name not in WITH_MASK:  # type: ignore[attr-defined]
             return None
         writes = inplace if inplace is not None else bool(args[0] if args else kwargs.get("inplace", False))
         return input._next(writes, activation=name, reached="activation")  # type: ignore[attr-defined]
@@ -255,15 +252,8 @@ def _waits_for_add(x: Any) -> bool:
 
 _STAGES: dict[Any, Callable[..., Tensor | None]] = {
     F.batch_norm: _batch_norm,
-    F.relu: _activation("relu", None),
-    torch.relu: _activation("relu", False),
-    torch.relu_: _activation("relu", True),
-    Tensor.relu: _activation("relu", False),
-    Tensor.relu_: _activation("relu", True),
-    F.relu6: _activation("relu6", None),
+    **{call: _activation(name, writes) for call, (name, writes) in BY_CALL.items()},
     F.hardtanh: _hardtanh,
-    F.hardswish: _activation("hardswish", None),
-    F.silu: _activation("silu", None),
     torch.add: _add(False),
     Tensor.add: _add(False),
     Tensor.__add__: _add(False),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm of a fused block and the residual that is added after it (ops/coefficients.py has the formulas).
+"""The norm of a fused block and the residual that is added after it (ops/norm.py has the formulas).
 
 A norm that does not use the batch's statistics (eval, frozen) has q = r = 0; without a norm a = 1 and b is the convolution's
 bias. y is the product without that bias: a batch norm subtracts it again, so it only shifts the running mean.

@@ -4,7 +4,7 @@
     Joined      channels side by side, as torch.cat(..., 1) returns them
     max-pools   commute with rounding. Where the activation is never negative and every pixel is in a window, its maximum is
                 also that of the pooled tensor: one reading less. A pool that the block expects (`Poolable`) runs as an autograd
-                function of its own, which saves one byte for each output instead of the activation (ops/max_pool.py).
+                function of its own, which saves one byte for each output instead of the activation (ops/pooling.py).
     pixels      F.avg_pool2d with a kernel of 1 only moves pixels
 
 Importing this file registers them in HANDLERS and FUNCTIONS of sources.py.

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from byteback import ops
+from byteback.nn.fused.activations import WITH_MASK
 from byteback.ops.contract import layout
 from byteback.quantize import QTensor, TensorRule
 
@@ -92,7 +93,7 @@ class Source:
 
     def never_negative(self) -> bool:
         """Whether the activation has no value below 0."""
-        return self.activation in ("relu", "relu6")
+        return self.activation in WITH_MASK
 
     def known_peak(self) -> Tensor | None:
         """max|activation|, where it is known without reading the tensor."""

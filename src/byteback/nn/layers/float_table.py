@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where float serves a layer because int8 would be slower: a table over what a layer is, never a timing at run time.
+"""Which layers run in float because int8 would be slower: a table over what a layer is, never a timing at run time.
 
 The table reads a layer's geometry and nothing else: not the batch, the image, the path or the machine. So `summary` knows the
 answer before the first step, a prediction does not depend on its batch, and every path gives the same bits. `strict=True` in a
@@ -42,7 +42,7 @@ class Geometry(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """linear, depthwise, winograd, pointwise or gemm: which int8 algorithm would serve, as csrc/plan.cpp has it."""
+        """linear, depthwise, winograd, pointwise or gemm: which int8 algorithm would run, as csrc's plan.cpp decides."""
         if not self.kernel:
             return "linear"
         if self.groups == self.in_channels == self.out_channels:
@@ -92,7 +92,7 @@ RULES = (
 
 
 def why_float(geometry: Geometry) -> str | None:
-    """Why float serves such a layer; None where int8 does.
+    """Why such a layer runs in float; None where it runs in int8.
 
     >>> why_float(Geometry(128, 128, 32, (3, 3), (1, 1), (1, 1)))
     'fewer than 32 channels per group'

@@ -6,7 +6,7 @@ look at every byte would tell, and a good hash of them takes half the time of qu
 ResNet-50: 15.8 of 16.4 ms). So an ordinary prediction quantizes its weights, which cannot go wrong.
 
 A frozen layer (byteback.freeze) keeps what is constant from prediction to prediction: its int8 weight, and the coefficients of
-the norm behind it. It trusts the user not to change them; a change that autograd has counted is an error all the same.
+the norm after it. It trusts the user not to change them; a change that autograd has counted is an error all the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from byteback.quantize import QTensor
 if TYPE_CHECKING:
     from byteback.nn.layers.layer import Int8Layer
 
-_NORMS = 16  # of one layer: it is called in several places, with a norm behind each
+_NORMS = 16  # of one layer: it is called in several places, with a norm after each
 
 Mark = tuple[tuple[int, int], ...]
 """Address and version of tensors: another pair for another tensor, and for every write that autograd has counted."""

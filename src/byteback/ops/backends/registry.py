@@ -49,6 +49,11 @@ def backend_of(x: Tensor) -> Backend:
     return _BY_PATH[_current()] if x.is_cpu else _BY_DEVICE.get(x.device.type, reference)
 
 
+def runs_blocks(x: Tensor) -> bool:
+    """Whether fused blocks run where x is. The reference could run them on any device, but slower than layers one by one."""
+    return x.is_cpu or x.device.type in _BY_DEVICE
+
+
 def _elsewhere(op: str, tensors: tuple[Tensor | None, ...]) -> Backend:
     """The backend of tensors that the native library cannot read."""
     same_device(op, tensors)

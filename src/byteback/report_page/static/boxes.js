@@ -3,7 +3,7 @@
 
 const SCORES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9];
 const USUAL = 0.5; // the score that is chosen at first, or a lower one if that hides most of what detectors found
-const COVERED = 0.5; // the overlap from which a box is right
+const COVERED = 0.5; // the overlap from which a box is correct
 const CLASS_COLORS = 7;
 
 const classColor = (label) => `var(--k${1 + ((label - 1) % CLASS_COLORS)})`;
@@ -68,7 +68,7 @@ function boxes() {
     get('detections-note').textContent =
         `${images.length} test images, the same for all, after epoch ${epochs}; seed ${seed}, boxes with a score of at least ` +
         `${least}. A solid box overlaps an object of its class by at least half (intersection over union), a dashed one ` +
-        'does not, or another box was surer of that object.';
+        'does not, or another box of that object has a higher score.';
     get('box-seed').parentElement.hidden = seeds.length < 2;
     classLegend(images, shown, classes);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Learning curves: accuracy and loss by epoch, and how far int8 lies from float32.
+// Learning curves: accuracy and loss by epoch, and the difference of int8 to float32.
 
 function curves() {
     const holder = get('curve-charts');

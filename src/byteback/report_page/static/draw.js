@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ground that charts stand on: elements, numbers, scales, colours, and a figure that keeps its width.
+// What all charts use: elements, numbers, scales, colours, and a figure that keeps its width.
 'use strict';
 
 const NS = 'http://www.w3.org/2000/svg';

@@ -2,7 +2,7 @@
 // The papers' pictures of gradients: sharp and wide; by epoch; by layer; by place in a block; by channel.
 
 const GAUSSIAN = 0.3; // a channel whose share of values beyond its standard deviation is higher counts as Gaussian
-const LAPLACE = 0.243; // the same share for a Laplace distribution; what lies below has a sharper peak and longer tails
+const LAPLACE = 0.243; // the same share for a Laplace distribution; a lower share means a sharper peak and longer tails
 
 /** Panels of histograms that share one scale of heights. list: {title, note, edge, shares, color}. */
 function panels(holder, list, log) {
@@ -13,24 +13,24 @@ function panels(holder, list, log) {
     for (const panel of list) histogram(box, { ...panel, top, least, log });
 }
 
-// What to see in each part, in one sentence.
+// What each part shows, in one or two sentences.
 const SEE = {
     shape:
-        'See whether gradients form a spike around zero with a few values far out, beside weights and inputs that fill their ' +
-        'range: for such a shape one scale from end to end spends most of its 8 bits on nothing.',
+        'Gradients often have a sharp peak at zero and a few values far from it, while weights and inputs use their whole ' +
+        'range. With one scale from −max to +max, most of the 8 bits are then unused.',
     epoch:
-        'See the range under each picture and the width of its foot: they change while the network learns, so a clip that ' +
-        'fits once does not fit for long.',
-    layer: 'See how layers differ at the same moment, from the first (left, top) to the last: each needs a clip of its own.',
+        'The range of the values and the width of the distribution change during training, so a clip must be updated ' +
+        'from time to time.',
+    layer: 'Layers differ in the same epoch, from the first (left, top) to the last, so each layer needs its own clip.',
     place:
-        'See whether layers with the same place in their block stand together: what a layer is shapes its gradients as much ' +
-        'as where it is. Dots are layers; the colours go from the first to the last as they do for clips.',
+        'Layers at the same place in their block may have similar gradients: the kind of a layer matters as much as its ' +
+        'depth. Each dot is a layer; the colours go from the first to the last layer, as for the clips.',
     channel:
-        'See the two classes: bells (Gaussian, blue), and spikes on a long, thin foot (an inverted T, orange). The second ' +
-        'paper gives each channel a scale, and each class a clip rule of its own.',
+        'There are two classes of channels: bell shapes (Gaussian, blue), and sharp peaks with long tails (inverted T, orange). ' +
+        'The second paper has one scale per channel, and a separate clip rule for each class.',
 };
 
-/** A part of the section: a title that says what is so, and a sentence that says what to see. */
+/** A part of the section: a title with the result, and a sentence about what is shown. */
 function part(holder, title, see) {
     element(holder, 'h3', {}, title);
     element(holder, 'p', {}, see);
@@ -62,7 +62,7 @@ function shapePictures(holder, seen, layer, log, color) {
         bins = gradient.shares.length;
     const kind = gradient.tail < LAPLACE ? 'Sharp and wide' : 'Close to a bell';
     const share = percent(gradient.shares[bins >> 1], 0);
-    const inside = `${share} of ${seen.layers[layer].name}'s gradients lie in the middle bin of ${bins}`;
+    const inside = `${share} of the gradients of ${seen.layers[layer].name} are in the middle bin of ${bins}`;
     part(holder, `${kind}: ${inside}, the largest is ${number(gradient.edge / gradient.std)} σ away`, SEE.shape);
     const list = [
         { title: 'gradient', note: inWords(gradient), ...gradient, color },
@@ -79,7 +79,7 @@ function epochPictures(holder, seen, layer, log, color) {
     const moved = same ? 'stays as sharp' : to < from ? 'becomes sharper' : 'becomes less sharp';
     const name = seen.layers[layer].name;
     const title = `By epoch: ${name} ${moved}, P(|g| > σ) goes from ${number(from, 2)} to ${number(to, 2)}`;
-    part(holder, all.length > 1 ? title : `By epoch: one look at ${name} so far`, SEE.epoch);
+    part(holder, all.length > 1 ? title : `By epoch: one histogram of ${name} so far`, SEE.epoch);
     const when = (e) => (e === '0' ? 'before training' : `after epoch ${e}`);
     panels(
         holder,
@@ -94,7 +94,7 @@ function layerPictures(holder, seen, log, color) {
         known = tails.filter((t) => t !== null);
     const [low, high] = [Math.min(...known), Math.max(...known)];
     const named = (t) => `${number(t, 2)} (${names[tails.indexOf(t)]})`;
-    part(holder, `By layer: P(|g| > σ) lies between ${named(low)} and ${named(high)}`, SEE.layer);
+    part(holder, `By layer: P(|g| > σ) is between ${named(low)} and ${named(high)}`, SEE.layer);
     const chosen = [...new Set([0, 1, 2, 3, 4, 5].map((i) => Math.round((i * (names.length - 1)) / 5)))];
     panels(
         holder,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands where: fills the sections of the page from its data, again whenever another choice is made.
+// Fills the sections of the page from its data, and again whenever a selection changes.
 
 const page = JSON.parse(document.getElementById('data').textContent);
 const get = (id) => document.getElementById(id);
@@ -85,14 +85,14 @@ function speed() {
                     ],
                 },
             }));
-    if (!rows.length) return element(holder, 'p', { class: 'note' }, 'No epoch has ended yet.');
+    if (!rows.length) return element(holder, 'p', { class: 'note' }, 'No epoch is finished yet.');
     barChart(holder, {
         title: 'Images per second',
         note: 'longer is faster',
         rows: bars('images_per_second', (r) => number(r.images_per_second), 'ratio_to_float32', 'images/s'),
     });
-    const memory = bars('saved_bytes', (r) => `${(r.saved_bytes / 2 ** 20).toFixed(1)} MB`, 'saved_ratio', 'kept for backward');
-    if (memory.length) barChart(holder, { title: 'Kept for the backward pass', note: 'shorter is smaller', rows: memory });
+    const memory = bars('saved_bytes', (r) => `${(r.saved_bytes / 2 ** 20).toFixed(1)} MB`, 'saved_ratio', 'saved for backward');
+    if (memory.length) barChart(holder, { title: 'Saved for the backward pass', note: 'shorter is smaller', rows: memory });
 }
 
 /** One heat map per recipe, all with the same colours. tables: [recipe, [layer][epoch]]. */
@@ -141,6 +141,12 @@ function numerics() {
         lineChart(clips, { title: r.name, note: `clip of the ${ROLES[role]}`, kind: 'clips', series, log: true });
     }
     if (!clips.childElementCount) element(clips, 'p', { class: 'note' }, 'No int8 layer has been observed yet.');
+    const own = group.recipes.flatMap((r) =>
+        (r.layers?.diagnostics ?? []).map((name) => [{ ...r, name: `${r.name}: ${name}` }, r.layers.roles[role]?.[name]])
+    );
+    const shown = own.filter(([, table]) => table);
+    get('diagnostics').hidden = !shown.length;
+    heatMaps('diagnostic-charts', shown, { what: 'diagnostic', note: 'by layer and epoch', text: (v) => number(v, 2) });
     get('first-layer').style.background = depth(0);
     get('last-layer').style.background = depth(1);
 }

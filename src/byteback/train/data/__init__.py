@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images: `load` brings a data set by its name.
+"""Data sets: `load` loads one by its name.
 
-`source.py` says what the loop asks of a data set, `draws.py` makes random numbers that belong to an image; `embedded.py`,
-`downloaded.py` and `folder.py` are the three kinds of images, `moving_items.py` and `clips.py` those of video.
+`source.py` defines the interface of a data set, `draws.py` makes random numbers for each image. `embedded.py`, `downloaded.py`
+and `folder.py` are the three kinds of image data sets, `moving_items.py` and `clips.py` those of video.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.train.data.clips import clips
 from byteback.train.data.downloaded import downloaded, found
 from byteback.train.data.embedded import digits
@@ -25,7 +25,7 @@ VARIABLE = "BYTEBACK_DATA"
 
 
 def root(data_path: str | None = None) -> Path:
-    """Where data sets lie."""
+    """Returns the folder of the data sets."""
     return Path(data_path or os.environ.get(VARIABLE) or "data")
 
 
@@ -40,7 +40,7 @@ def load(
     frames: int = 16,
     frame_stride: int = 1,
 ) -> Data:
-    """The data set `name`; without an `image_size`, in the size that is customary for it."""
+    """Loads the data set `name`. The default of `image_size` depends on the data set."""
     kind, colon, path = name.partition(":")
     if kind == "folder" and path:
         return folder(Path(path), image_size or 224, augment, workers)
@@ -57,7 +57,7 @@ def load(
 
 
 def state(data_path: str | None = None) -> list[tuple[str, str]]:
-    """(name, where it is or that it is not there) of every data set with a name."""
+    """Returns (name, its folder or that it is missing) of every data set with a name."""
     where = root(data_path)
     rows = [("digits", "embedded in scikit-learn")]
     rows += [(name, str(where) if found(name, where) else f"not in {where}") for name in NAMES[1:]]

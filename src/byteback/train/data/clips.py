@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""frames:PATH and clips:PATH as sources: clips of some frames, read by worker processes, augmented as a whole.
+"""The data sets frames:PATH and clips:PATH: clips, read by worker processes, with the same augmentation for all frames.
 
-Which frames a clip takes and how they are cropped and mirrored is a function of (seed, epoch, index), as it is for images.
-`clip_files.py` finds and reads the files.
+The choice of frames, the crop and the flip are functions of (seed, epoch, index), as for images. `clip_files.py` finds and
+reads the files.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class _Clips(Dataset[Any]):
             return Unreadable(str(error))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(random[0] >> 1))
-            frames = self.transform(torch.from_numpy(pixels).permute(0, 3, 1, 2))  # one choice for all frames
+            frames = self.transform(torch.from_numpy(pixels).permute(0, 3, 1, 2))  # the same for all frames
         return frames.transpose(0, 1), clip.label
 
 
 def clips(kind: str, path: Path, frames: int, stride: int, image_size: int, augment: bool, workers: int) -> Data:
-    """The data set in `path`."""
+    """Loads the data set in `path`."""
     load()
     from torchvision.transforms import v2
 
     found = clip_files.find(kind, path)
     if any(clip.path.suffix.lower() in VIDEOS for clip in (*found.train, *found.test) if kind == "clips"):
-        clip_files.av()  # that it is missing should show now, and not in a worker
+        clip_files.av()  # if it is missing, fail now and not in a worker
     end = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)]
     plain = [v2.Resize(round(image_size * 128 / 112), antialias=True), v2.CenterCrop(image_size), *end]
     scale = v2.RandomResizedCrop(image_size, scale=(0.4, 1.0), antialias=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cifar10, cifar100 and fashion-mnist through torchvision's data sets, with every file checked before it is read.
+"""cifar10, cifar100 and fashion-mnist, loaded by torchvision, with every file checked before it is read.
 
-torchvision says "not found or corrupted"; here the error names the file. What is wholly absent is downloaded.
+torchvision only says "not found or corrupted"; here the error names the file. A missing data set is downloaded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from byteback.torchvision_compat import load
 from byteback.train.data.source import Data, InMemory
 
-_TIMEOUT = 10.0  # seconds that a download may stay silent
+_TIMEOUT = 10.0  # seconds without data before a download fails
 
 
 def _statistics(name: str) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation per channel of the training images, on the scale 0 to 255."""
+    """Returns mean and standard deviation per channel of the training images, on the scale 0 to 255."""
     mean, std = {
         "cifar10": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
         "cifar100": ([0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762]),
@@ -38,12 +38,12 @@ _CLASSES = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "fashion-mnist": "Fash
 
 
 def downloaded(name: str, root: Path, augment: bool, download: bool) -> Data:
-    """One of the three, from the folder `root`."""
+    """Loads one of the three data sets from the folder `root`."""
     kind = getattr(load().datasets, _CLASSES[name])
     folder, files = _files(name, kind, root)
     if not any(file.exists() for file in files):
         if not download:
-            raise _absent(name, kind, folder, files, "and --no-download forbids to fetch it")
+            raise _absent(name, kind, folder, files, "and --no-download was given")
         _download(name, kind, root, folder, files)
     for file, check in files.items():
         _check(name, file, check)
@@ -57,13 +57,12 @@ def downloaded(name: str, root: Path, augment: bool, download: bool) -> Data:
 
 
 def found(name: str, root: Path) -> bool:
-    """Whether all files of a data set lie in `root`; their contents are not looked at."""
+    """Whether all files of a data set are in `root`. Their contents are not checked."""
     return all(file.is_file() for file in _files(name, getattr(load().datasets, _CLASSES[name]), root)[1])
 
 
 def _files(name: str, kind: Any, root: Path) -> tuple[Path, dict[Path, Callable[[bytes], str]]]:
-    """The folder of a data set, and what says about the bytes of each of its files why they are wrong ("" if they are "
-    "right)."""
+    """Returns the folder of a data set, and for each file a function from its bytes to what is wrong with them, or ""."""
     if name == "fashion-mnist":
         folder = root / "FashionMNIST" / "raw"
         return folder, {folder / archive.removesuffix(".gz"): _idx_problem for archive, _ in kind.resources}
@@ -81,13 +80,13 @@ def _md5_problem(expected: str) -> Callable[[bytes], str]:
 
 
 def _idx_problem(data: bytes) -> str:
-    """The header of an IDX file says how long it is."""
+    """Checks the header of an IDX file, which says how long the file is."""
     if len(data) < 8 or data[:3] != b"\0\0\x08" or not 1 <= data[3] <= 3:
-        return "it does not begin as an IDX file of bytes does"
+        return "it does not start with the header of an IDX file of bytes"
     axes = data[3]
     sizes = [int.from_bytes(data[4 + 4 * axis : 8 + 4 * axis], "big") for axis in range(axes)]
     expected = 4 + 4 * axes + math.prod(sizes)
-    return "" if len(data) == expected else f"it has {len(data)} bytes, but its header promises {expected}"
+    return "" if len(data) == expected else f"it has {len(data)} bytes, but its header says {expected}"
 
 
 def _check(name: str, file: Path, problem: Callable[[bytes], str]) -> None:
@@ -95,14 +94,14 @@ def _check(name: str, file: Path, problem: Callable[[bytes], str]) -> None:
         data = file.read_bytes()
     except FileNotFoundError as error:
         raise ValueError(
-            f"{name}: {file} is missing, though other files of the data set are there. Put it there, or remove the folder "
-            "so that all is downloaded again."
+            f"{name}: {file} is missing, but other files of the data set exist. Add it, or remove the folder to download all "
+            "files again."
         ) from error
     except OSError as error:
         raise ValueError(f"{name}: {file} cannot be read: {error.strerror}. Check its permissions.") from error
     wrong = problem(data)
     if wrong:
-        raise ValueError(f"{name}: {file} is damaged or cut short: {wrong}. Remove it and fetch it again.")
+        raise ValueError(f"{name}: {file} is damaged or truncated: {wrong}. Remove it and download it again.")
 
 
 def _download(name: str, kind: Any, root: Path, folder: Path, files: dict[Path, Any]) -> None:
@@ -111,8 +110,8 @@ def _download(name: str, kind: Any, root: Path, folder: Path, files: dict[Path, 
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             kind(root, download=True)
-    except Exception as error:  # urllib, sockets, tar and torchvision each raise their own
-        raise _absent(name, kind, folder, files, f"and downloading it failed: {error}") from error
+    except Exception as error:  # urllib, sockets, tar and torchvision raise different errors
+        raise _absent(name, kind, folder, files, f"and the download failed: {error}") from error
     finally:
         socket.setdefaulttimeout(before)
 
@@ -122,12 +121,12 @@ def _absent(name: str, kind: Any, folder: Path, files: dict[Path, Any], why: str
     return ValueError(
         f"{name}: the data set is not in {folder.parent if name != 'fashion-mnist' else folder.parent.parent}, {why}.\n"
         f"  Put these files into {folder}: {', '.join(file.name for file in files)}\n"
-        f"  They come from {source}. Data that lie elsewhere: --data-path FOLDER, or set BYTEBACK_DATA."
+        f"  They are available from {source}. If the data is in another folder: --data-path FOLDER, or set BYTEBACK_DATA."
     )
 
 
 def _pixels(name: str, data: Any) -> torch.Tensor:
-    """(N, 32, 32, C) uint8; the 28x28 pixels of Fashion-MNIST get a margin, so that every network for 32x32 takes them."""
+    """Returns (N, 32, 32, C) uint8. The 28x28 pixels of Fashion-MNIST are padded, for networks for 32x32."""
     images = torch.from_numpy(np.ascontiguousarray(data)) if isinstance(data, np.ndarray) else data
     if name == "fashion-mnist":
         images = torch.nn.functional.pad(images, (2, 2, 2, 2)).unsqueeze(3)

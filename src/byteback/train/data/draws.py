@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers that belong to (seed, epoch, image) and to nothing else.
+"""Random numbers that are a function of (seed, epoch, image) only.
 
-A generator that is drawn from in turn would give other images to other numbers of workers, and could not start in the middle
-of an epoch. So each number is a hash of what it is for: splitmix64's finalizer, applied once per part.
+With a sequential generator the images would depend on the number of workers, and training could not resume in the middle of an
+epoch. So each number is a hash of its key: the finalizer of splitmix64, applied once per part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """splitmix64: every bit of x reaches every bit of the result; uint64 wraps around."""
+    """splitmix64: every bit of x influences every bit of the result; uint64 wraps around."""
     with np.errstate(over="ignore"):
         z = x + _GOLDEN
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -24,7 +24,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def bits(seed: int, epoch: int, index: np.ndarray | int, count: int = 1) -> np.ndarray:
-    """`count` random 64-bit numbers for every image of `index`: (images, count) uint64."""
+    """Returns `count` random 64-bit numbers for every image of `index`: (images, count) uint64."""
     key = _mixed(_mixed(np.asarray([seed], dtype=np.uint64)) + np.uint64(epoch))
     with np.errstate(over="ignore"):
         image = _mixed(key + np.asarray(index, dtype=np.uint64).reshape(-1))
@@ -32,7 +32,7 @@ def bits(seed: int, epoch: int, index: np.ndarray | int, count: int = 1) -> np.n
 
 
 def below(random: np.ndarray, limit: int) -> np.ndarray:
-    """Integers from 0 to limit - 1, as int64.
+    """Converts random numbers to integers from 0 to limit - 1, as int64.
 
     >>> below(np.array([0, 2**64 - 1], dtype=np.uint64), 9)
     array([0, 8])
@@ -41,18 +41,18 @@ def below(random: np.ndarray, limit: int) -> np.ndarray:
 
 
 def order(seed: int, epoch: int, images: int) -> Tensor:
-    """The order in which an epoch sees its images."""
+    """Returns the order of the images in an epoch."""
     generator = torch.Generator().manual_seed(int(bits(seed, epoch, 2**63)[0, 0] >> np.uint64(1)))
     return torch.randperm(images, generator=generator)
 
 
 def batches(seed: int, epoch: int, images: int, size: int) -> list[Tensor]:
-    """That order in batches; a last one of a single image is left out, because BatchNorm cannot train on it."""
+    """Returns that order in batches. A last batch of a single image is dropped, because BatchNorm cannot train on it."""
     return [chosen for chosen in order(seed, epoch, images).split(size) if len(chosen) > 1]
 
 
 def steps(images: int, size: int) -> int:
-    """How many batches an epoch has.
+    """Returns the number of batches in an epoch.
 
     >>> steps(129, 64), steps(130, 64)
     (2, 3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handwritten digits that come inside scikit-learn: 1797 images of 8x8 pixels, or enlarged; no download."""
+"""The handwritten digits of scikit-learn: 1797 images of 8x8 pixels, or enlarged. They need no download."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SIZE = 8
 
 
 def digits(image_size: int = _SIZE) -> Data:
-    """Every fifth image is for the test. Nothing is augmented: a mirrored digit is another sign.
+    """Loads the digits. Every fifth image is a test image. There is no augmentation: a mirrored digit is not that digit.
 
-    8x8 pixels train in seconds, but give kernels too little to do; enlarged ones show how fast a network of the usual size is.
+    Networks for 8x8 pixels train in seconds, but are too small to show the speed of the kernels; enlarged images do.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError(
-            "byteback train: the digits come inside scikit-learn, which is not installed. "
-            "Install what the trainer needs: pip install 'byteback[train]'."
+            "byteback train: the digits are part of scikit-learn, which is not installed. "
+            "Install it with the other packages of the trainer: pip install 'byteback[train]'."
         ) from error
     raw = load_digits()
     images = torch.from_numpy(raw.images).to(torch.uint8).unsqueeze(3)  # (1797, 8, 8, 1), values 0 to 16
@@ -40,7 +40,7 @@ def digits(image_size: int = _SIZE) -> Data:
 
 
 def _enlarged(images: Tensor, size: int) -> Tensor:
-    """(N, size, size, C) uint8 on a scale of 15 per step of the original, so that what lies between two pixels survives."""
+    """Enlarges to (N, size, size, C) uint8. Values are multiplied by 15, so that interpolated values are not rounded away."""
     pixels = images.permute(0, 3, 1, 2).float() * 15.0
     pixels = F.interpolate(pixels, size=(size, size), mode="bilinear", align_corners=False)
     return pixels.round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""folder:PATH, images on disk in ImageNet's layout, read by worker processes with torchvision's v2 transforms.
+"""folder:PATH: images on disk in the layout of ImageNet, read by worker processes with torchvision's v2 transforms.
 
 PATH/train/CLASS/IMAGE        PATH/val/CLASS/IMAGE (or test instead of val)
 """
@@ -35,7 +35,7 @@ class _Images(Dataset[Any]):
         path = self.images.samples[index][0]
         try:
             image, label = self.images[index]
-        except (OSError, SyntaxError, ValueError) as error:  # Pillow says of a broken PNG that its syntax is wrong
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises a SyntaxError for a broken PNG
             return Unreadable(f"{path} cannot be read as an image: {error}. Repair or remove it.")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(draws.bits(seed, epoch, index)[0, 0] >> 1))
@@ -43,7 +43,7 @@ class _Images(Dataset[Any]):
 
 
 def folder(path: Path, image_size: int, augment: bool, workers: int) -> Data:
-    """The data set in `path`."""
+    """Loads the data set in `path`."""
     torchvision = load()
     from torchvision.transforms import v2
 
@@ -65,12 +65,12 @@ def folder(path: Path, image_size: int, augment: bool, workers: int) -> Data:
             raise ValueError(f"folder:{path}: {error}") from error
     train, tested = splits
     if len(train.classes) < 2:
-        raise ValueError(f"folder:{path}: {path / 'train'} has one folder of a class; a classifier needs two or more.")
+        raise ValueError(f"folder:{path}: {path / 'train'} has only one class; a classifier needs two or more.")
     if train.classes != tested.classes:
         differ = sorted(set(train.classes) ^ set(tested.classes))
         raise ValueError(
-            f"folder:{path}: the classes of {path / 'train'} and {test} differ in {', '.join(differ[:5])}; a label would "
-            "mean two things. Give both the same folders."
+            f"folder:{path}: the classes of {path / 'train'} and {test} differ: {', '.join(differ[:5])}. Both need the same "
+            "folders, or a label would have two meanings."
         )
     return Data(
         *(f"folder:{path}", len(train.classes), image_size, 3),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A split that lies on disk and is read by worker processes: images, clips, or images with boxes.
+"""A split on disk, read by worker processes: images, clips, or images with boxes.
 
-Every item is augmented with a random state of its own, made of (seed, epoch, index); so what a batch holds does not depend on
-the number of workers, nor on where an epoch begins.
+The random state for the augmentation of an item is made from (seed, epoch, index). So the contents of a batch do not depend on
+the number of workers, nor on the step where an epoch is resumed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader, Dataset
 
 @dataclass(frozen=True)
 class Unreadable:
-    """What a worker hands over instead of an item; an exception would arrive as a page of traceback."""
+    """What a worker returns instead of an item. An exception would be shown with a long traceback."""
 
     why: str
 
 
 class FromDisk:
-    """`dataset` gives items by (seed, epoch, index), Unreadable among them; `collate` makes a batch of a list of items."""
+    """`dataset` returns an item, or Unreadable, for a key (seed, epoch, index). `collate` makes a batch of a list of items."""
 
     def __init__(self, dataset: Dataset[Any], workers: int, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.workers, self.collate = dataset, workers, collate
@@ -41,7 +41,7 @@ class FromDisk:
             num_workers=min(self.workers, len(keys)),
             collate_fn=self._batch,
             worker_init_fn=_leave_signals_to_the_parent,
-            generator=torch.Generator(),  # else it would draw from the one that dropout and a detector's samplers use
+            generator=torch.Generator(),  # else it would use the default generator, which dropout and samplers of detectors use
         )
         for batch in loader:
             if isinstance(batch, Unreadable):
@@ -56,14 +56,14 @@ class FromDisk:
 
 
 def stacked(items: list[Any]) -> tuple[Tensor, Tensor]:
-    """Images or clips of one size, and their labels."""
+    """Stacks images or clips of one size, and their labels."""
     images = torch.stack([image for image, _ in items])
     layout = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
     return images.contiguous(memory_format=layout), torch.tensor([label for _, label in items])
 
 
 def _leave_signals_to_the_parent(_: int) -> None:
-    """Ctrl-C reaches the whole group of processes; the parent saves, and then ends its workers by SIGTERM."""
+    """Ignores Ctrl-C, which is sent to all processes: the parent saves, and then ends its workers with SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)

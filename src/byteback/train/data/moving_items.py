@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""moving-items: clips of Fashion-MNIST items that move in one of four directions; the label is the direction.
+"""moving-items: clips of Fashion-MNIST items that move in one of four directions. The label is the direction.
 
-An item of half its size moves by 1 to 3 pixels per frame over a square canvas, and what leaves it on one side comes back on the
-other. It starts anywhere, so a single frame looks the same for every label, and the frames of a clip that moves left are those
-of one that moves right, backwards: only a network that sees their order can tell. Noise covers every pixel, or such a network
-would always be right. Nothing is stored: a clip follows from its index.
+An item of half its size moves by 1 to 3 pixels per frame over a square canvas and wraps around at its borders. It starts at a
+random place, so a single frame says nothing about the label, and a clip that moves left is a clip that moves right in reverse
+order: only a network that uses the order of the frames can learn it. Noise is added to every pixel, or the task would be too
+easy. Clips are not stored, but computed from their index.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from byteback.train.data.source import Data, Held, InMemory
 DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))  # rows, columns: right, left, down, up
 TRAIN, TEST = 4000, 1000  # clips
 ITEM, MIN_CANVAS = 14, 16
-NOISE = 3  # parts of noise, uniform from 0 to 255, to one part of item
-_SEED = 20260  # of label, speed and start; a run's own seed moves the start
+NOISE = 3  # parts of noise, uniform from 0 to 255, per part of the item
+_SEED = 20260  # of label, speed and start; the seed of a run shifts the start
 
 
 class MovingItems(Held):
-    """Clips made of items (N, 14, 14) uint8. With `augment` a clip has another start and noise in every epoch."""
+    """Clips made of items (N, 14, 14) uint8. With `augment` a clip has a new start and new noise in every epoch."""
 
     def __init__(self, items: Tensor, split: int, frames: int, size: int, mean: float, std: float, augment: bool) -> None:
         self.canvas = torch.nn.functional.pad(items, (0, size - ITEM, 0, size - ITEM))
@@ -39,7 +39,7 @@ class MovingItems(Held):
         self.start = torch.from_numpy(np.stack([draws.below(random[:, 2], size), draws.below(random[:, 3], size)], axis=1))
 
     def take(self, index: Tensor, seed: int, epoch: int) -> Tensor:
-        """Clips (N, 1, frames, size, size), normalized."""
+        """Returns clips (N, 1, frames, size, size), normalized."""
         start = self.start[index]
         if self.augment:
             start = start + torch.from_numpy(draws.below(draws.bits(seed, epoch, index.numpy(), 2), self.size))
@@ -53,16 +53,16 @@ class MovingItems(Held):
         return clips.sub_(self.mean).div_(self.std).unsqueeze(1)
 
     def _noise(self, index: Tensor, seed: int, epoch: int) -> Tensor:
-        """(N, frames, size, size) uint8: eight pixels from every random number."""
+        """Returns (N, frames, size, size) uint8: eight pixels from every random number."""
         pixels = self.frames * self.size * self.size
         key = (seed, epoch) if self.augment else (_SEED, self.split)
-        random = draws.bits(*key, index.numpy(), 4 + -(-pixels // 8))[:, 4:]  # the first four chose the clip
+        random = draws.bits(*key, index.numpy(), 4 + -(-pixels // 8))[:, 4:]  # the first four are used for the clip
         noise = np.ascontiguousarray(random).view(np.uint8)[:, :pixels]
         return torch.from_numpy(noise).reshape(len(index), self.frames, self.size, self.size)
 
 
 def moving_items(root: Path, frames: int, size: int, augment: bool, download: bool) -> Data:
-    """The data set, from Fashion-MNIST in `root`."""
+    """Builds the data set from Fashion-MNIST in `root`."""
     if size < MIN_CANVAS:
         raise ValueError(
             f"moving-items: --image-size is {size}; an item has {ITEM}x{ITEM} pixels and needs room to move. "
@@ -72,7 +72,7 @@ def moving_items(root: Path, frames: int, size: int, augment: bool, download: bo
     parts = []
     for part, count in ((source.train, TRAIN), (source.test, TEST)):
         assert isinstance(part, InMemory)
-        whole = part.images[:count, 2:30, 2:30, 0].float()  # without the margin that makes them 32x32
+        whole = part.images[:count, 2:30, 2:30, 0].float()  # without the padding to 32x32
         parts.append(torch.nn.functional.avg_pool2d(whole[:, None], 2)[:, 0].round().to(torch.uint8))
     values = torch.nn.functional.pad(parts[0], (0, size - ITEM, 0, size - ITEM)).double()
     mean = (float(values.mean()) + NOISE * 127.5) / (NOISE + 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where images come from: what the loop asks of a source, and the source that holds all of them in memory.
+"""The interface of a data set, and data sets in memory.
 
-Small images are augmented a whole batch at a time by one gather: crop and flip are a choice of rows and columns. That
-takes about a millisecond per batch, so training never waits.
+Small images are augmented a batch at a time by one gather: crop and flip select rows and columns. This takes about a
+millisecond per batch, so training does not wait for data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from byteback.train.data import draws
 
-Batch = tuple[Tensor, Tensor]  # images (N, C, H, W) or clips (N, C, T, H, W) float32, best channels last; labels (N) int64
+Batch = tuple[Tensor, Tensor]  # images (N, C, H, W) or clips (N, C, T, H, W) float32, channels_last is best; labels (N) int64
 
 
 class Source(Protocol):
@@ -26,17 +26,17 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def batches(self, chosen: Sequence[Tensor], seed: int, epoch: int) -> Iterator[Batch]:
-        """One batch for every tensor of indices, augmented by (seed, epoch, index) where this is a training split."""
+        """Yields one batch for every tensor of indices; a training split is augmented by (seed, epoch, index)."""
         ...
 
     def close(self) -> None:
-        """Ends the processes that read, if there are any."""
+        """Ends the worker processes, if there are any."""
         ...
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set: what a network must know of it, and its two splits."""
+    """A data set: its two splits, and what a network needs to know about it."""
 
     name: str
     classes: int
@@ -45,18 +45,18 @@ class Data:
     train: Source
     test: Source
     frames: int = 0
-    """Of a clip; 0 for images."""
+    """Frames per clip; 0 for images."""
     names: tuple[str, ...] = ()
-    """Of the classes, where the files say them; the background of detections is none of them."""
+    """Names of the classes, if the files have them, without the background of detection."""
 
     def close(self) -> None:
-        """Ends what reads it."""
+        """Ends the worker processes of both splits."""
         self.train.close()
         self.test.close()
 
 
 class Part:
-    """Some images of a split, spread evenly over it: a folder's images lie sorted by their classes."""
+    """Some images of a split, evenly spaced, because the images of a folder are sorted by class."""
 
     def __init__(self, whole: Source, images: int) -> None:
         self.whole = whole
@@ -73,7 +73,7 @@ class Part:
 
 
 class Held:
-    """A split that lies in memory as a whole; a subclass knows how to take some of it."""
+    """A split that is held in memory. A subclass implements `take`."""
 
     labels: Tensor
 
@@ -85,7 +85,7 @@ class Held:
             yield self.take(index, seed, epoch), self.labels[index]
 
     def take(self, index: Tensor, seed: int, epoch: int) -> Tensor:
-        """The samples of `index`, augmented and normalized."""
+        """Returns the samples of `index`, augmented and normalized."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -93,10 +93,10 @@ class Held:
 
 
 class InMemory(Held):
-    """Images (N, H, W, C) uint8 with their labels; normalized per channel when they are taken.
+    """Images (N, H, W, C) uint8 with their labels, normalized per channel when they are read.
 
-    crop   pixels of zeros around the image from which a crop of its size is taken at random; 0: none
-    flip   whether half of the images are mirrored
+    crop   zero padding in pixels, before a random crop of the original size; 0 for no crop
+    flip   whether to flip half of the images
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class InMemory(Held):
         self.shift = -torch.tensor(mean, dtype=torch.float32) * self.scale
 
     def take(self, index: Tensor, seed: int, epoch: int) -> Tensor:
-        """The images of `index`, augmented and normalized."""
+        """Returns the images of `index`, augmented and normalized."""
         pixels = self._augmented(index, seed, epoch) if self.crop or self.flip else self.images[index]
         return pixels.float().mul_(self.scale).add_(self.shift).permute(0, 3, 1, 2)
 
     def _augmented(self, index: Tensor, seed: int, epoch: int) -> Tensor:
-        """RandomCrop(size, padding=crop) and RandomHorizontalFlip as one choice of rows and columns."""
+        """Applies RandomCrop(size, padding=crop) and RandomHorizontalFlip by selecting rows and columns."""
         random = draws.bits(seed, epoch, index.numpy(), 3)
         limit = 2 * self.crop + 1
         rows = draws.below(random[:, 0], limit)[:, None] + np.arange(self.size[0])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task "detect": boxes around objects, scored by COCO's mean average precision.
+"""The task "detect": boxes around objects, scored by the mean average precision of COCO.
 
-annotations.py is what every layout is read into, voc.py and coco.py read them, source.py hands out batches; networks.py builds
-torchvision's detectors, metrics.py scores them, showcase.py keeps some detections to look at, run.py trains them.
+voc.py and coco.py read data sets into the classes of annotations.py, and source.py makes batches of them. networks.py builds
+the detectors of torchvision, run.py trains them, metrics.py scores them, showcase.py stores some detections for the report.
 """

@@ -3,7 +3,7 @@
 
     PATH/annotations/instances_train*.json, instances_val*.json     PATH/train*/IMAGE, PATH/val*/IMAGE (or PATH/images/IMAGE)
 
-Classes are the categories in the order of their ids. Boxes around crowds are not trained on; the score knows of them.
+Classes are the categories in the order of their ids. Boxes around crowds are used by the score, but not for training.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Id = int | str  # COCO's own are integers; some tools write names
 
 
 def load(path: Path) -> tuple[Split, Split]:
-    """The training and the test split."""
+    """Reads the training and the test split."""
     train, test = (_file(path, split) for split in ("train", "val"))
     first, second = _read(train), _read(test)
     classes = _classes(train, first)
     for number, name in _classes(test, second).items():
         if classes.get(number) != name:
-            known = f"calls {number} {classes[number]!r}" if number in classes else f"has no category {number}"
+            known = f"it is {classes[number]!r}" if number in classes else "there is no such category"
             raise ValueError(
-                f"{test}: category {number} is {name!r}, but {train.name} {known}. Give both files the same categories."
+                f"{test}: category {number} is {name!r}, but in {train.name} {known}. Both files need the same categories."
             )
     checks = Checks(f"coco:{path}", list(classes.values()))
     splits = [Split(_pictures(path, *pair, checks, classes), checks.classes) for pair in ((train, first), (test, second))]
@@ -38,7 +38,7 @@ def _file(path: Path, split: str) -> Path:
     found = sorted((path / "annotations").glob(f"instances_{split}*.json"))
     if not found:
         raise ValueError(
-            f"coco:{path}: there is no annotations/instances_{split}*.json. Name the folder that holds annotations and images."
+            f"coco:{path}: there is no annotations/instances_{split}*.json. Give the folder with annotations and images."
         )
     return found[-1]
 
@@ -47,11 +47,11 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: this is no JSON: {error}.") from error
+        raise ValueError(f"{file}: this is not JSON: {error}.") from error
     lists = {key: data.get(key) if isinstance(data, dict) else None for key in ("images", "annotations", "categories")}
     for key, entries in lists.items():
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise ValueError(f"{file}: it has no list of {key}, each with its fields, so it is no file of COCO's instances.")
+            raise ValueError(f"{file}: there is no list of {key} with their fields, so it is not a file of COCO instances.")
     return lists
 
 
@@ -59,7 +59,7 @@ def _classes(file: Path, data: dict[str, Any]) -> dict[Id, str]:
     try:
         return dict(sorted((_id(entry["id"]), str(entry["name"])) for entry in data["categories"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: a category lacks its id or its name ({error}). Repair it.") from error
+        raise ValueError(f"{file}: a category has no id or no name ({error}). Correct it.") from error
 
 
 def _id(value: Any) -> Id:
@@ -76,16 +76,18 @@ def _pictures(path: Path, file: Path, data: dict[str, Any], checks: Checks, clas
         try:
             number, name, size = _id(entry["id"]), str(entry["file_name"]), (int(entry["width"]), int(entry["height"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: it lacks {error}; id, file_name, width and height are needed. Repair it.") from error
+            raise ValueError(
+                f"{where}: {error} is missing; id, file_name, width and height are required. Correct it."
+            ) from error
         image = next((folder / name for folder in folders if (folder / name).is_file()), folders[0] / name)
         pictures[number] = Picture(existing(image, where), *size)
     if not pictures:
-        raise ValueError(f"{file}: it names no image.")
+        raise ValueError(f"{file}: it lists no image.")
     for entry in data["annotations"]:
         where = f"{file}, object {entry.get('id')}"
         image, kind = entry.get("image_id"), entry.get("category_id")
         if not isinstance(image, Id) or image not in pictures:
-            raise ValueError(f"{where}: its image_id {image} is none of the file's images. Repair it.")
+            raise ValueError(f"{where}: the file has no image with the image_id {image}. Correct it.")
         name = classes.get(kind, f"category_id {kind}") if isinstance(kind, Id) else f"category_id {kind}"
         checks.add(pictures[image], where, name, _box(entry, where), bool(entry.get("iscrowd", 0)))
     return list(pictures.values())
@@ -95,5 +97,5 @@ def _box(entry: dict[str, Any], where: str) -> Box:
     try:
         x, y, width, height = map(float, entry["bbox"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: its bbox is {entry.get('bbox')}, not four numbers x, y, width, height.") from error
+        raise ValueError(f"{where}: bbox is {entry.get('bbox')}, not four numbers x, y, width, height.") from error
     return x, y, x + width, y + height

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COCO's metrics of detections, by pycocotools: mAP is the mean over classes and over overlaps of 50 to 95 %."""
+"""The detection metrics of COCO, computed by pycocotools. mAP is the mean over classes and over overlaps of 50 to 95 %."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Scores:
-    """Average precision in [0, 1]; of a class without objects there is none (NaN)."""
+    """Average precision in [0, 1]; NaN for a class without objects."""
 
     mAP: float
     AP50: float
@@ -43,14 +43,14 @@ class Scores:
         return ", ".join(f"{what} {'none' if math.isnan(value) else f'{value:.2%}'}" for what, value in shown.items())
 
     def record(self) -> dict[str, Any]:
-        """As metrics.jsonl has it."""
+        """Returns the scores as fields for metrics.jsonl."""
         return {"mAP": self.mAP, "AP50": self.AP50, "AP75": self.AP75, "per_class_AP": self.per_class}
 
 
 def score(split: Split, detections: dict[int, dict[str, Tensor]]) -> Scores:
-    """The metrics of detections, which are by the index of their image: boxes, labels, scores."""
+    """Computes the metrics of detections: index of the image → boxes, labels, scores."""
     COCO, COCOeval = pycocotools()
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it is doing
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         truth = COCO()
         truth.dataset = _truth(split)
         truth.createIndex()
@@ -58,7 +58,7 @@ def score(split: Split, detections: dict[int, dict[str, Tensor]]) -> Scores:
         run = COCOeval(truth, truth.loadRes(np.asarray(rows)) if rows else COCO(), "bbox")
         run.evaluate()
         run.accumulate()
-    # precision: [overlaps, recalls, classes, sizes of objects, numbers of detections]; -1 where there is nothing to find
+    # precision: [overlaps, recalls, classes, sizes of objects, numbers of detections]; -1 for a class without objects
     precision = run.eval["precision"][:, :, :, 0, -1]
     overlaps = np.round(100 * run.params.iouThrs).astype(int).tolist()
     at_50 = precision[overlaps.index(50)]
@@ -103,7 +103,7 @@ def _objects(index: int, picture: Picture, first: int) -> list[dict[str, Any]]:
 
 
 def _rows(index: int, found: dict[str, Tensor]) -> list[list[float]]:
-    """(image, x, y, width, height, score, class) of each detection."""
+    """Returns (image, x, y, width, height, score, class) of each detection."""
     boxes = found["boxes"].double()
     corners = np.concatenate([boxes[:, :2].numpy(), (boxes[:, 2:] - boxes[:, :2]).numpy()], axis=1).tolist()
     pairs = zip(corners, found["scores"].tolist(), found["labels"].tolist(), strict=True)
@@ -111,13 +111,13 @@ def _rows(index: int, found: dict[str, Tensor]) -> list[list[float]]:
 
 
 def pycocotools() -> Any:
-    """Its two classes, or an error that says how to get them."""
+    """Returns COCO and COCOeval. Raises an error that says how to install pycocotools if it is missing."""
     try:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
     except ImportError as error:
         raise ImportError(
-            "train: detections are scored by pycocotools, which is not installed. Install it: pip install 'byteback[detect]'",
+            "train: detections are scored with pycocotools, which is not installed. Install it: pip install 'byteback[detect]'",
             name="pycocotools",
         ) from error
     return COCO, COCOeval

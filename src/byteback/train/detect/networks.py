@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchvision's detectors by name, with a choice of backbone, untrained or on top of a backbone's checkpoint.
+"""Builds the detectors of torchvision by name, with a choice of backbone, untrained or with the checkpoint of a backbone.
 
-From nothing, the backbone's BatchNorm is trained with the rest. With --backbone-checkpoint it is frozen (FrozenBatchNorm2d),
-and only the backbone's last three stages are trained, as torchvision does for its own weights.
+Without a checkpoint the BatchNorm of the backbone is trained. With --backbone-checkpoint it is frozen (FrozenBatchNorm2d), and
+only the last three stages of the backbone are trained, as in torchvision.
 
-What stays float by default (--keep-float): the convolutions that give class scores and boxes. They have few channels, so they
-cost little, and their gradient is that of the loss itself: a few large values at the objects among very many tiny ones.
+By default (--keep-float) the convolutions that predict class scores and boxes stay float. They have few channels, so they take
+little time, and their gradient comes directly from the loss: a few large values at the objects, and very many small ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.torchvision_compat import load
 from byteback.train.config import float_layers
 
@@ -32,22 +32,22 @@ NAMES = tuple(KEEP_FLOAT)
 _ANCHORED = {"retinanet_resnet50_fpn": "anchor_generator", "fasterrcnn_resnet50_fpn": "rpn_anchor_generator"}
 _SSD = "ssdlite320_mobilenet_v3_large"
 _TWO_STAGES = "fasterrcnn_resnet50_fpn"
-_LONGEST = 1333 / 800  # torchvision's ratio of the longest to the shortest side
-_TRAINED_STAGES = 3  # of a backbone that was trained before
+_LONGEST = 1333 / 800  # the ratio of the longest to the shortest side in torchvision
+_TRAINED_STAGES = 3  # of a backbone with a checkpoint
 
 
 def keep_float(model: str, asked: Sequence[str]) -> tuple[str, ...]:
-    """The wildcards of the layers that stay float: those asked for, the detector's default, or nothing for "none"."""
+    """Returns the wildcards of the layers that stay float: those asked for, the default, or nothing for "none"."""
     return float_layers(asked, KEEP_FLOAT[model])
 
 
 def default_backbone(model: str) -> str:
-    """The backbone that is in the detector's name."""
+    """Returns the backbone that is in the name of the detector."""
     return "mobilenet_v3_large" if model == _SSD else "resnet50"
 
 
 def small_backbone(model: str) -> str:
-    """The smallest backbone that the detector takes."""
+    """Returns the smallest backbone for the detector."""
     return "mobilenet_v3_large" if model == _SSD else "resnet18"
 
 
@@ -61,16 +61,16 @@ def build(
     box_samples: int | None = None,
     frozen: bool = False,
 ) -> nn.Module:
-    """The detector for `classes` classes, the background among them; a checkpoint implies frozen norms."""
+    """Builds the detector for `classes` classes, including the background. With a checkpoint the norms are frozen."""
     if model not in NAMES:
         raise unknown("train", "detector", model, NAMES)
     backbone = backbone or default_backbone(model)
     if backbone not in BACKBONES:
         raise unknown("train", "backbone", backbone, BACKBONES)
     if anchor_size is not None and model not in _ANCHORED:
-        raise ValueError(f"train: {model} has no anchors of its own choice, so --anchor-size does not fit it. Leave it out.")
+        raise ValueError(f"train: the anchors of {model} cannot be changed, so --anchor-size cannot be used. Remove it.")
     if box_samples is not None and model != _TWO_STAGES:
-        raise ValueError(f"train: {model} has no second stage, so --box-samples does not fit it. Leave it out.")
+        raise ValueError(f"train: {model} has no second stage, so --box-samples cannot be used. Remove it.")
     detection: Any = load().models.detection
     frozen = frozen or checkpoint is not None
     if model == _SSD:
@@ -94,19 +94,19 @@ def build(
 
 
 def _anchors(detection: Any, model: str, smallest: int) -> Any:
-    """torchvision's anchors with another smallest one: five levels, and three sizes in each for RetinaNet."""
+    """Returns the anchors of torchvision with another smallest size: five levels, with three sizes each for RetinaNet."""
     between = (0, 1, 2) if model == "retinanet_resnet50_fpn" else (0,)
     sizes = tuple(tuple(int(smallest * 2 ** (level + third / 3)) for third in between) for level in range(5))
     return detection.anchor_utils.AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * len(sizes))
 
 
 def _pyramid(detection: Any, backbone: str, stages: list[int], frozen: bool, extra: Any) -> Any:
-    """A backbone with a feature pyramid over the stages of stride 2^(stage + 1)."""
+    """Builds a backbone with a feature pyramid over the stages of stride 2^(stage + 1)."""
     norm = load().ops.misc.FrozenBatchNorm2d if frozen else nn.BatchNorm2d
     given: dict[str, Any] = {"weights": None, "norm_layer": norm, "extra_blocks": extra}
     utils = detection.backbone_utils
     if backbone == "mobilenet_v3_large":
-        last = stages[-1] + 1  # its last stage but one has the same stride, and fewer channels
+        last = stages[-1] + 1  # the last but one has the same stride and fewer channels
         return utils.mobilenet_backbone(
             backbone_name=backbone,
             fpn=True,
@@ -122,27 +122,27 @@ def _pyramid(detection: Any, backbone: str, stages: list[int], frozen: bool, ext
 def _ssd(detection: Any, backbone: str, classes: int, image_size: int, checkpoint: str | None) -> nn.Module:
     if backbone != "mobilenet_v3_large" or checkpoint:
         what = "--backbone-checkpoint" if checkpoint else f"--backbone {backbone}"
-        raise ValueError(f"train: {_SSD} has its own kind of MobileNet, so {what} does not fit it. Leave it out.")
+        raise ValueError(f"train: {_SSD} has a special MobileNet as its backbone, so {what} cannot be used. Remove it.")
     model: Any = detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=classes)
     model.transform.fixed_size = (image_size, image_size)
     return model
 
 
 def _load_backbone(body: nn.Module, name: str, path: Path) -> None:
-    """Weights of the classifier `name` into a detector's backbone; its classifying layers and quantizers are left out."""
+    """Loads the weights of the classifier `name` into the backbone of a detector, without its head and quantizers."""
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zipfile, pickle and torch each have their own for a damaged file
+    except Exception as error:  # zipfile, pickle and torch raise different errors for a damaged file
         reason = str(error).strip().splitlines()
-        raise ValueError(f"{path}: the backbone's checkpoint cannot be read: {reason[0] if reason else error!r}.") from error
+        raise ValueError(f"{path}: cannot read the checkpoint of the backbone: {reason[0] if reason else error!r}.") from error
     state = contents.get("model", contents) if isinstance(contents, dict) else None
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise ValueError(f"{path}: this is no checkpoint of a network: it holds no state by names.")
+        raise ValueError(f"{path}: this is not a checkpoint of a network: it contains no state dict.")
     state = {key.removeprefix("features."): value for key, value in state.items() if "quantizers." not in key}
     needed = body.state_dict()
     missing = [key for key in needed if key not in state]
     differ = [key for key in needed if key in state and needed[key].shape != state[key].shape]
     if missing or differ:
         what = f"it has no {missing[0]}" if missing else f"its {differ[0]} has shape {tuple(state[differ[0]].shape)}"
-        raise ValueError(f"{path}: these are not the weights of {name}: {what}. Choose the --backbone that they belong to.")
+        raise ValueError(f"{path}: these are not the weights of {name}: {what}. Choose the --backbone of this checkpoint.")
     body.load_state_dict({key: state[key] for key in needed})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run of a detector: as a classifier's, but for the loss, which is a sum of several, and the test, which is COCO's."""
+"""Trains a detector. It differs from a classifier in the loss, which is a sum of several, and in the test, which is COCO's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(config: TrainConfig, member: Member, data: Data, listener: Listener, s
 
 
 def build(config: TrainConfig, recipe: Recipe | None, classes: int, begun: bool = False) -> nn.Module:
-    """The detector, ready to train; one that was begun is about to be given the weights of its checkpoint."""
+    """Builds the detector, ready to train. If `begun`, the weights of a checkpoint are loaded into it afterwards."""
     assert config.model and config.image_size
     asked = (config.model, config.backbone, classes, config.image_size)
     file = config.backbone_checkpoint
@@ -50,7 +50,7 @@ class DetectRun(Run):
 
     @cached_property
     def showcase(self) -> Showcase:
-        """The images that detections are shown on."""
+        """The images of the report."""
         assert self.data.test_split is not None
         return Showcase(self.data.test_split)
 
@@ -63,7 +63,7 @@ class DetectRun(Run):
         return build(self.config, self.member.variant.recipe, self.data.classes, begun)
 
     def _as_asked(self, images: Any) -> Any:
-        """As they are: the detector's own transform makes a batch of them."""
+        """Returns the images unchanged: the transform of the detector makes a batch of them."""
         return images
 
     def _loss(self, images: Any, labels: Any) -> tuple[Tensor, int]:
@@ -80,23 +80,23 @@ class DetectRun(Run):
         return byteback.memory(self.model, (images, labels))
 
     def _look(self, first: Tensor) -> None:
-        """No pictures of gradients: they are made for one tensor of images and one loss."""
+        """Does nothing: histograms of gradients need one tensor of images and one loss."""
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:
-    """The loss of a step."""
+    """Returns the loss of a step."""
     return torch.stack(list(losses.values())).sum()
 
 
 def test(model: nn.Module, data: DetectData) -> metrics.Scores:
-    """COCO's metrics on the test images."""
+    """Returns the metrics of COCO on the test images."""
     assert data.test_split is not None
     return metrics.score(data.test_split, detect(model, data))
 
 
 @torch.no_grad()
 def detect(model: nn.Module, data: DetectData, stop: Stop | None = None) -> dict[int, dict[str, Tensor]]:
-    """What is found on the test images, by their index: boxes, labels, scores."""
+    """Runs the detector on the test images. Returns index of the image → boxes, labels, scores."""
     model.eval()
     found: dict[int, dict[str, Tensor]] = {}
     for images, targets in data.test.batches(torch.arange(len(data.test)).split(_TEST_BATCH), 0, 0):

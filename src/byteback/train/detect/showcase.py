@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""detections.json: what a member finds on a few test images, and its precision by recall. `byteback report` shows both.
+"""detections.json: the detections of a member on a few test images, and its precision by recall. `byteback report` shows both.
 
-It is made from what the test has found anyway, so training does not notice. It is written after every test, whole or not at
-all, and is therefore of the last epoch in the end, as the table is; a run that is stopped and resumed writes the same again.
-The images are in it, small, so that a page can be made where the data set is not.
+It is made from the results of the test, so it does not change training. It is written atomically after every test, so at the
+end it belongs to the last epoch, as the table does. A resumed run writes the same file. It contains small copies of the
+images, so that the page can be made without the data set.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from byteback.train.detect.metrics import Scores
 NAME = "detections.json"
 FORMAT = 1
 IMAGES = 6
-LEAST_SCORE = 0.1  # detectors guess a hundred boxes below this
+LEAST_SCORE = 0.1  # detectors return about a hundred boxes below this
 _MOST = 100  # boxes of an image
-_SIDE = 420  # pixels of the longer side: sharp enough for a quarter of a page
+_SIDE = 420  # pixels of the longer side: enough for a quarter of a page
 _QUALITY = 82  # of JPEG
 
 
 class Showcase:
-    """The images of a test split that are shown: the same for every member, whatever its recipe and its seed."""
+    """The images of a test split that are shown. They are the same for every recipe and seed."""
 
     def __init__(self, split: Split) -> None:
         self.split = split
@@ -38,7 +38,7 @@ class Showcase:
         self.images: list[dict[str, Any]] | None = None
 
     def write(self, folder: Path, epochs: int, found: dict[int, dict[str, Tensor]], scores: Scores) -> None:
-        """Writes the file of a member that has trained for so many epochs."""
+        """Writes the file of a member after `epochs` epochs."""
         assert scores.curves is not None
         if self.images is None:
             names = _names([self.split.pictures[index].path for index in self.chosen])
@@ -52,7 +52,7 @@ class Showcase:
 
 
 def chosen(pictures: list[Picture]) -> list[int]:
-    """Evenly spaced among the images that have objects.
+    """Returns the indices of the images to show, evenly spaced among those that have objects.
 
     >>> chosen([Picture(Path("x"), 8, 8, [(0, 0, 4, 4)] * (number % 2)) for number in range(40)])
     [1, 9, 17, 23, 31, 39]
@@ -64,7 +64,7 @@ def chosen(pictures: list[Picture]) -> list[int]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """The names of files, with as many of their folders as it takes to tell them apart.
+    """Returns the names of files, with as many folders as needed to make them unique.
 
     >>> _names([Path("a/x/1.jpg"), Path("a/y/1.jpg")]), _names([Path("a/1.jpg"), Path("a/2.jpg")])
     (['x/1.jpg', 'y/1.jpg'], ['1.jpg', '2.jpg'])
@@ -92,7 +92,7 @@ def _described(name: str, picture: Picture) -> dict[str, Any]:
 
 
 def _above(found: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """The surest boxes first."""
+    """Returns the boxes above the lowest score, sorted by score."""
     rows = zip(found["scores"].tolist(), found["labels"].tolist(), found["boxes"].tolist(), strict=True)
     sure = sorted((row for row in rows if row[0] >= LEAST_SCORE and all(map(math.isfinite, row[2]))), key=lambda row: -row[0])
     return [{"label": label, "score": round(score, 4), "box": _pixels(box)} for score, label, box in sure[:_MOST]]
@@ -103,5 +103,5 @@ def _pixels(box: Any) -> list[float]:
 
 
 def _curves(precision: Any) -> list[list[float] | None]:
-    """Class by class; None for a class without objects."""
+    """Returns the curves by class; None for a class without objects."""
     return [[round(value, 4) for value in own] if min(own) >= 0 else None for own in precision.tolist()]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of images with their boxes, read by worker processes and augmented with torchvision's v2 transforms.
+"""Batches of images with boxes, read by worker processes and augmented with torchvision's v2 transforms.
 
-A batch is (list of images (3, H, W) float32 in [0, 1], list of targets); sizes differ, and the detector's own transform brings
-them to one. As everywhere, what happens to an image is drawn from (seed, epoch, index) alone.
+A batch is (list of images (3, H, W) float32 in [0, 1], list of targets). The images have different sizes; the transform of the
+detector resizes them. As for other data sets, the augmentation is a function of (seed, epoch, index).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from byteback.near import unknown
+from byteback.suggestions import unknown
 from byteback.torchvision_compat import load as load_torchvision
 from byteback.train.data import Data, draws
 from byteback.train.data.from_disk import FromDisk, Unreadable
@@ -23,8 +23,8 @@ from byteback.train.detect import coco, voc
 from byteback.train.detect.annotations import Picture, Split
 
 LAYOUTS = {"voc": voc.load, "coco": coco.load}
-_ZOOM = (1.0, 1.5)  # how much larger than the image the canvas is that half of them are put on
-_GREY = 0.45  # what the rest of that canvas is filled with: about the mean of photographs
+_ZOOM = (1.0, 1.5)  # side of the canvas of a zoomed-out image, relative to the image
+_GREY = 0.45  # fill value of that canvas: about the mean of photographs
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class DetectData(Data):
 
 
 def load(name: str, image_size: int, augment: bool, workers: int) -> DetectData:
-    """The data set `name`, which is voc:PATH or coco:PATH."""
+    """Loads the data set `name`, which is voc:PATH or coco:PATH."""
     kind, colon, path = name.partition(":")
     if kind not in LAYOUTS or not path:
         raise unknown("train", "data set for detection", name, [f"{layout}:PATH" for layout in LAYOUTS])
@@ -43,7 +43,7 @@ def load(name: str, image_size: int, augment: bool, workers: int) -> DetectData:
     for split, kind, verb in ((train, "training", "learn"), (test, "test", "find")):
         if all(all(picture.crowd) for picture in split.pictures):
             raise ValueError(
-                f"{name}: no image of the {kind} split has an object, so there is nothing to {verb}. Annotate some."
+                f"{name}: no image of the {kind} split has an object, so there is nothing to {verb}. Add annotations."
             )
     return DetectData(
         *(name, len(train.classes) + 1, image_size, 3),
@@ -83,13 +83,13 @@ class _Pictures(Dataset[Any]):
         try:
             with Image.open(picture.path) as file:
                 image = functional.pil_to_tensor(file.convert("RGB"))
-        except (OSError, SyntaxError, ValueError) as error:  # Pillow says of a broken PNG that its syntax is wrong
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises a SyntaxError for a broken PNG
             return Unreadable(f"{picture.path} cannot be read as an image: {error}. Repair or remove it.")
         size = tuple(image.shape[1:])
         if size != (picture.height, picture.width):
             return Unreadable(
-                f"{picture.path} has {size[1]}x{size[0]} pixels, but its annotation says {picture.width}x{picture.height}; its "
-                "boxes would lie elsewhere. Repair the annotation."
+                f"{picture.path} has {size[1]}x{size[0]} pixels, but its annotation says {picture.width}x{picture.height}, so "
+                "its boxes would be wrong. Correct the annotation."
             )
         learnt = [number for number, crowd in enumerate(picture.crowd) if not crowd]
         boxes = torch.tensor([picture.boxes[number] for number in learnt], dtype=torch.float32).reshape(-1, 4)

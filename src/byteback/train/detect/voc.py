@@ -3,8 +3,8 @@
 
     PATH/JPEGImages/NAME.jpg     PATH/Annotations/NAME.xml     PATH/ImageSets/Main/{trainval,train,val,test}.txt
 
-PATH may also be the folder around these. Trains on trainval and tests on test where both are there, else on train and val.
-Classes are the lines of PATH/classes.txt, VOC's own twenty if those are all that occur, or those of the training images.
+PATH may also be the parent folder of these. Uses the splits trainval and test if both exist, or else train and test or val. The
+classes are the lines of PATH/classes.txt, or the twenty classes of VOC if no other occurs, or those of the training images.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VOC_CLASSES = (
 
 
 def load(path: Path) -> tuple[Split, Split]:
-    """The training and the test split."""
+    """Reads the training and the test split."""
     root = _root(path)
     lists = [_names(root, split) for split in _chosen(root)]
     trees = {name: _tree(root / "Annotations" / f"{name}.xml") for names in lists for name in names}
@@ -35,12 +35,12 @@ def load(path: Path) -> tuple[Split, Split]:
 
 
 def _root(path: Path) -> Path:
-    """`path`, or the one folder in it that has the layout."""
+    """Returns `path`, or the only folder in it that has the layout."""
     inside = [path] + (sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else [])
     found = [folder for folder in inside if all((folder / part).is_dir() for part in _PARTS)]
     if len(found) != 1:
         what = "there is no folder" if not found else f"{len(found)} folders inside it have"
-        raise ValueError(f"voc:{path}: {what} with {', '.join(_PARTS)}. Name the folder that holds these three.")
+        raise ValueError(f"voc:{path}: {what} with {', '.join(_PARTS)}. Give the folder that contains these three.")
     return found[0]
 
 
@@ -49,14 +49,14 @@ def _chosen(root: Path) -> tuple[str, str]:
     for pair in (("trainval", "test"), ("train", "test"), ("train", "val")):
         if there.issuperset(pair):
             return pair
-    raise ValueError(f"voc:{root}: ImageSets/Main has no train.txt with a val.txt or test.txt; both splits are needed.")
+    raise ValueError(f"voc:{root}: ImageSets/Main has no train.txt with a val.txt or test.txt; both splits are required.")
 
 
 def _names(root: Path, split: str) -> list[str]:
     file = root / "ImageSets" / "Main" / f"{split}.txt"
     names = [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not names:
-        raise ValueError(f"{file}: it names no image.")
+        raise ValueError(f"{file}: it lists no image.")
     return names
 
 
@@ -64,9 +64,9 @@ def _tree(file: Path) -> ElementTree.Element:
     try:
         return ElementTree.parse(file).getroot()
     except FileNotFoundError as error:
-        raise ValueError(f"{file}: the annotation is missing, though its image is in a split. Put it there.") from error
+        raise ValueError(f"{file}: the annotation is missing, but its image is in a split. Add it.") from error
     except ElementTree.ParseError as error:
-        raise ValueError(f"{file}: this is no XML: {error}. Repair it.") from error
+        raise ValueError(f"{file}: this is not XML: {error}. Correct it.") from error
 
 
 def _classes(root: Path, training: list[ElementTree.Element]) -> list[str]:
@@ -83,13 +83,13 @@ def _picture(root: Path, name: str, tree: ElementTree.Element, checks: Checks) -
     try:
         width, height = (int(tree.findtext(f"size/{side}", "")) for side in ("width", "height"))
     except ValueError as error:
-        raise ValueError(f"{file}: it has no <size> with whole <width> and <height>. Repair it.") from error
+        raise ValueError(f"{file}: there is no <size> with integer <width> and <height>. Correct it.") from error
     picture = Picture(image, width, height)
     for number, entry in enumerate(tree.iter("object"), 1):
         label = entry.findtext("name", "").strip()
         where = f"{file}, object {number} ({label})"
         if not label:
-            raise ValueError(f"{file}, object {number}: it has no <name>, so its class is unknown. Repair the annotation.")
+            raise ValueError(f"{file}, object {number}: there is no <name>, so its class is unknown. Correct the annotation.")
         checks.add(picture, where, label, _box(entry, where))
     return picture
 
@@ -99,5 +99,5 @@ def _box(entry: ElementTree.Element, where: str) -> Box:
     try:
         x1, y1, x2, y2 = map(float, texts)
     except ValueError as error:
-        raise ValueError(f"{where}: <bndbox> has {texts}, not four numbers {', '.join(_CORNERS)}. Repair it.") from error
+        raise ValueError(f"{where}: <bndbox> has {texts}, not four numbers {', '.join(_CORNERS)}. Correct it.") from error
     return x1, y1, x2, y2
