@@ -22,7 +22,7 @@ from byteback.ops.backends.cpu import addresses
 PACKAGE = Path(byteback.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # For these an address is a name: whether two tensors share their memory, or somebody else asks for it.
-IDENTITY = {"inspect/memory.py", "nn/weights.py", "nn/activation.py"}
+IDENTITY = {"inspect/memory.py", "nn/layers/weights.py", "nn/fused/sources.py"}
 ADDRESSES = {"flat", "last", "dense", "part", "known"}
 MANY = {"residual_numbers", "kept_numbers", "backward_of", "quantized_to", "place"}  # in ops/backends/cpu, of several tensors
 TAKERS = {f"byteback.ops.backends.cpu.{name}" for name in ("addresses", "block", "block_grad", "quantize")}
