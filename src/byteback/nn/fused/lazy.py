@@ -44,7 +44,9 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
     block: Block | None = layer.int8_block
     if block is None or torch.compiler.is_compiling() or torch._C._is_tracing() or type(x) not in _PLAIN:
         return False
-    if x.dtype != torch.float32 or not runs_blocks(x) or torch.is_autocast_enabled(x.device.type):
+    if x.dtype != torch.float32 or not runs_blocks(x):
+        return False
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # the meta device has no autocast to ask about
         return False
     if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
         return False
