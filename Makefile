@@ -48,12 +48,13 @@ check: $(STAMP) ## lint, formatting, types, spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
-	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	@echo "$(BIN)/clang-format --dry-run --Werror ($(words $(CPP)) files of csrc and tests/sanitize)"
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 format: $(STAMP) ## lay out Python and C++, and repair what ruff can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CPP)
+	@$(BIN)/clang-format -i $(CPP)
 
 clean: ## remove caches and build products
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage htmlcov

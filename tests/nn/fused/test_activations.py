@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import byteback
 from byteback import ops
-from byteback.fuse import find_blocks
+from byteback.convert.graph import find_blocks
 from byteback.nn.fused.activations import BY_CALL, BY_MODULE, BY_TARGET, TABLE, WITH_MASK
 from byteback.nn.fused.block import FusedBlock
 
