@@ -94,7 +94,7 @@ def test_empty_gradients(shape: tuple[int, ...]) -> None:
 def test_wrong_arguments_are_refused() -> None:
     x, v = torch.zeros(1, 3, 2, 2), torch.ones(3)
     parts = ops.GradientParts(x, x, v, v, None, "relu", v, v, v)
-    with pytest.raises(ValueError, match="each has shape"):
+    with pytest.raises(ValueError, match="per_channel has shape"):
         ops.normalize_grad_tails(parts, torch.ones(4), torch.tensor(1.0))
     with pytest.raises(ValueError, match="clip_per_channel has shape"):
         ops.normalize_grad_quantize_pair(parts, torch.tensor(1.0), v, None)
