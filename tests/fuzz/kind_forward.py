@@ -192,7 +192,7 @@ def _build_conv_batch(case: Case, rng: np.random.Generator) -> Check:
 
 def _bias_conv_batch(case: Case, rng: np.random.Generator) -> None:
     bias_convolution(case, rng)
-    if rng.random() < 0.01:  # 8 MB of output are counted on their way to memory (csrc/conv.cpp)
+    if rng.random() < 0.01:  # 8 MB of output are counted on their way to memory (csrc/conv/conv.cpp)
         case.update(spatial=2, groups=1, batch=1, kernel=[1, 1, 1], stride=[1, 1, 1], padding=[0, 0, 0], dilation=[1, 1, 1])
         case.update(per_group=2, filters=64, depthwise=False, extra=[184, 184, 0])
         if rng.random() < 0.5:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Convolution(NamedTuple):
-    """Sizes as csrc/types.h's ConvShape has them: depth, height, width; `least` is the smallest value of the input."""
+    """Sizes as csrc/core/types.h's ConvShape has them: depth, height, width; `least` is the smallest value of the input."""
 
     batch: int
     channels: int

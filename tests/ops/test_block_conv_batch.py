@@ -14,7 +14,7 @@ from byteback.ops import BatchNorm, conv_normalize_batch, dispatch, normalize_ba
 from byteback.ops.backends import paths
 
 NATIVE = [path for path in paths.available() if path != "reference"]
-LARGE = 8 << 20  # kCountedBytes of csrc/conv.cpp
+LARGE = 8 << 20  # kCountedBytes of csrc/conv/conv.cpp
 
 
 class Case(NamedTuple):
