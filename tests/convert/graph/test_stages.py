@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,19 @@ def test_other_functions_end_the_block_at_the_norm(function: Callable[[Tensor], 
     block = block_a(lambda net, x: function(net.norm_a(net.a(x))))
     assert (form(block), block.feeds_conv, block.feeds_other) == ("norm", False, True)
     assert "which has no fused form" in reason_a(lambda net, x: function(net.a(x)))
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (nn.Hardtanh(), "followed by Hardtanh act with min_val=-1.0, which has no fused form"),
+        (nn.Hardtanh(0.0, 5.0), "followed by Hardtanh act with max_val=5.0, which has no fused form"),
+        (nn.Sigmoid(), "followed by Sigmoid act, which has no fused form"),
+    ],
+)
+def test_the_reason_names_the_argument_that_does_not_fit(act: nn.Module, reason: str) -> None:
+    model = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 1), act=act))
+    assert plan_of(model).reasons == {"conv": reason}
 
 
 class OwnReLU(nn.ReLU):
