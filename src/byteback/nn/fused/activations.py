@@ -32,6 +32,7 @@ TABLE = (
     Activation("relu6", (nn.ReLU6, nn.Hardtanh), (F.relu6, F.hardtanh)),
     Activation("hardswish", (nn.Hardswish,), (F.hardswish,)),
     Activation("silu", (nn.SiLU,), (F.silu,)),
+    Activation("gelu", (nn.GELU,), (), (F.gelu,)),
 )
 
 
@@ -44,16 +45,20 @@ class Option(NamedTuple):
 
 
 _ZERO_TO_SIX = (Option("min_val", -1.0, 0.0), Option("max_val", 1.0, 6.0))
+_EXACT = (Option("approximate", "none", "none"),)
 
-OPTIONS: dict[Any, tuple[Option, ...]] = {**dict.fromkeys((nn.Hardtanh, F.hardtanh), _ZERO_TO_SIX)}
+OPTIONS: dict[Any, tuple[Option, ...]] = {
+    **dict.fromkeys((nn.Hardtanh, F.hardtanh), _ZERO_TO_SIX),
+    **dict.fromkeys((nn.GELU, F.gelu), _EXACT),
+}
 """The options of a module or a function, in the order of its arguments after the input."""
 
 
 def misfit_of_call(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """The argument that makes a call another activation than its row's, such as "max_val=5.0"; None without one.
+    """The argument that makes a call another activation than its row's, such as "approximate='tanh'"; None without one.
 
-    >>> misfit_of_call(F.hardtanh, (0.0, 5.0), {}), misfit_of_call(F.relu, (True,), {})
-    ('max_val=5.0', None)
+    >>> misfit_of_call(F.hardtanh, (0.0, 5.0), {}), misfit_of_call(F.gelu, (), {}), misfit_of_call(F.relu, (True,), {})
+    ('max_val=5.0', None, None)
     """
     options = OPTIONS.get(call, ())
     return _misfit(options, {**dict(zip((option.name for option in options), args, strict=False)), **kwargs})
