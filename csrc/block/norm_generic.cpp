@@ -41,12 +41,36 @@ f32 exponential(f32 t) {
 f32 above_zero(f32 z) { return z <= 0.0f ? 0.0f : z; }
 f32 below_six(f32 z) { return z > 6.0f ? 6.0f : z; }
 
+// What gelu and its derivative are made of (norm.h). A NaN stays one.
+struct NormalTail {
+    f32 x, e, m;
+
+    explicit NormalTail(f32 z)
+        : x(std::fabs(z) > kGeluEnd ? kGeluEnd : std::fabs(z)), e(exponential((x * x) * -0.5f)), m(kGelu6) {
+        const f32 t = 1.0f / (1.0f + kGeluStretch * x);
+        for (const f32 c : {kGelu5, kGelu4, kGelu3, kGelu2, kGelu1}) m = m * t + c;
+        m = m * t;
+    }
+};
+
+f32 gelu(f32 z) {
+    const NormalTail tail(z);
+    return above_zero(z) - tail.x * (tail.e * tail.m);
+}
+
+f32 gelu_slope(f32 z) {
+    const NormalTail tail(z);
+    const f32 u = tail.e * (tail.m - kGeluDensity * tail.x);
+    return z < 0.0f ? u : 1.0f - u;
+}
+
 f32 activate(Activation activation, f32 z) {
     switch (activation) {
         case Activation::relu: return above_zero(z);
         case Activation::relu6: return below_six(above_zero(z));
         case Activation::hardswish: return (z * below_six(above_zero(z + 3.0f))) / 6.0f;
         case Activation::silu: return z / (1.0f + exponential(-z));
+        case Activation::gelu: return gelu(z);
         default: return z;
     }
 }
@@ -65,6 +89,7 @@ f32 gated(Gate gate, bool bit, f32 g, f32 z) {
             const f32 s = 1.0f / (1.0f + exponential(-z));
             return g * (s * (1.0f + z * (1.0f - s)));
         }
+        case Gate::gelu: return g * gelu_slope(z);
         default: return g;
     }
 }

@@ -18,7 +18,7 @@ from fuzz.operands import FLOATS, LAYOUTS, VECTOR_LAYOUTS, floats, integers, lai
 from oracles import norms, passes, statistics
 from oracles.products import Oracle
 
-ACTIVATIONS = Choice(("none", "relu", "relu6", "hardswish", "silu"))
+ACTIVATIONS = Choice(("none", "relu", "relu6", "hardswish", "silu", "gelu"))
 KEEP = Choice(("none", "none", "bfloat16", "int8"))
 VECTORS = Choice(("normal", "normal", "special", "wild", "zeros", "constant"))
 WIDER = 7  # channels of a tensor that a pass writes a part of

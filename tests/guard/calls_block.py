@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from byteback.ops.backends.cpu import library as native_library
-from guard.calls_products import batch_structs, forward_pass, residual_of
+from guard.calls_products import ACTIVATIONS, batch_structs, forward_pass, residual_of
 from guard.memory import Arena
 from guard.shapes import ROWS
 
@@ -35,8 +35,11 @@ def channel_stats(arena: Arena, path: int, threads: int) -> None:
         )
 
 
+GATES = 1 + max(row.gate for row in ACTIVATIONS)
+
+
 def normalize_peak(arena: Arena, path: int, threads: int) -> None:
-    for (rows, channels), activation, number in itertools.product(ROWS, range(5), range(3)):
+    for (rows, channels), activation, number in itertools.product(ROWS, range(len(ACTIVATIONS)), range(3)):
         library.normalize_peak(
             path,
             forward_pass(rows, channels, activation),
@@ -50,7 +53,7 @@ def normalize_peak(arena: Arena, path: int, threads: int) -> None:
 
 
 def normalize(arena: Arena, path: int, threads: int) -> None:
-    for number, ((rows, channels), activation, kind) in enumerate(itertools.product(ROWS, range(5), range(3))):
+    for number, ((rows, channels), activation, kind) in enumerate(itertools.product(ROWS, range(len(ACTIVATIONS)), range(3))):
         count = rows * channels
         wider = channels + (5 if number % 4 == 0 else 0)
         there = (rows - 1) * wider + channels
@@ -66,7 +69,7 @@ def normalize(arena: Arena, path: int, threads: int) -> None:
             scale=arena.room(1),
             counts=arena.room(2, int64),
             output=arena.room(there),
-            mask=0 if activation > 2 else arena.room(rows * math.ceil(channels / 8), uint8),
+            mask=0 if ACTIVATIONS[activation].is_smooth else arena.room(rows * math.ceil(channels / 8), uint8),
             **_room_for(arena, count, channels, kind),
             threads=threads,
         )
@@ -88,14 +91,14 @@ def pack_norm(arena: Arena, path: int, threads: int) -> None:
 
 
 def normalize_batch(arena: Arena, path: int, threads: int) -> None:
-    for number, (rows, channels) in enumerate(ROWS * 5):
+    for number, (rows, channels) in enumerate(ROWS * len(ACTIVATIONS)):
         structs = batch_structs(arena, rows, channels, arena.floats(rows * channels), number)
         library.normalize_batch(path, *structs, threads)
 
 
 def _backwards(arena: Arena) -> Iterator[tuple[Any, int, int]]:
     """The library's Backward with rows and channels: every gate, and every kind of x by turns."""
-    for number, ((rows, channels), gate) in enumerate(itertools.product(ROWS, range(6))):
+    for number, ((rows, channels), gate) in enumerate(itertools.product(ROWS, range(GATES))):
         kind = (number + number // 6) % 3
         count = rows * channels
         backward = library.Backward(

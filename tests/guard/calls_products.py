@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from byteback.ops.activations import TABLE
 from byteback.ops.backends.cpu import library as native_library
 from guard.memory import Arena
 from guard.shapes import CONVOLUTIONS, Convolution
 
 library: Any = native_library.native
+ACTIVATIONS = sorted(TABLE.values(), key=lambda row: row.number)
 int8, int64, uint8, float64 = torch.int8, torch.int64, torch.uint8, torch.float64
 
 
@@ -58,10 +60,10 @@ def residual_of(arena: Arena, count: int, number: int) -> dict[str, int]:
 
 def forward_pass(rows: int, channels: int, activation: int, **others: Any) -> Any:
     """The library's ForwardPass."""
-    ceiling = 6.0 if activation == 2 else math.inf
+    row = ACTIVATIONS[activation]
     fields = {"peak_is_known": False, "kept": 0, "pitch": channels, **others}
     return library.ForwardPass(
-        rows=rows, channels=channels, activation=activation, floor=activation != 0, ceiling=ceiling, **fields
+        rows=rows, channels=channels, activation=activation, floor=row.floor, ceiling=row.ceiling, **fields
     )
 
 
@@ -91,8 +93,9 @@ def conv_normalize(arena: Arena, path: int, threads: int) -> None:
 
 def batch_structs(arena: Arena, rows: int, channels: int, x: int, number: int) -> tuple[Any, Any, Any]:
     """What normalize_batch is told after its path: the pass, what it reads, and what it writes."""
-    count, activation, kind = rows * channels, number % 5, number % 3
-    residual, is_smooth = residual_of(arena, count, number), activation > 2
+    count, kind = rows * channels, number % 3
+    activation = (number + number // len(ACTIVATIONS)) % len(ACTIVATIONS)  # each of them meets every kind
+    residual, is_smooth = residual_of(arena, count, number), ACTIVATIONS[activation].is_smooth
     vectors = {name: arena.floats(channels) for name in ("gamma", "beta", "bias", "running_mean")}
     variance = arena.positive(channels)
     given = library.BatchGiven(x=x, **vectors, running_var=variance, **residual, eps=1e-5, momentum=0.1)
@@ -111,7 +114,7 @@ def batch_structs(arena: Arena, rows: int, channels: int, x: int, number: int) -
         step=arena.room(channels) if kind == 2 else 0,
         centre=arena.room(channels) if kind == 2 else 0,
     )
-    is_known = residual["residual"] == 0 and not is_smooth
+    is_known = residual["residual"] == 0 and ACTIVATIONS[activation].is_monotone
     return forward_pass(rows, channels, activation, peak_is_known=is_known, kept=kind), given, made
 
 

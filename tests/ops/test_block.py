@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from block_passes import NATIVE, agree, by_activation, by_shape, drawn, key_of, laid_out, same, vectors, with_native
 from byteback import ops
+from byteback.ops.activations import TABLE
 from byteback.ops.backends import paths
 from byteback.ops.backends.reference import block_grad
 from byteback.ops.contract.exponential import exponential_float32
@@ -168,9 +169,7 @@ def test_activations_are_pytorchs(activation: str) -> None:
     z = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor([-1e4, 1e4, 88.0, -88.0, 95.0, -95.0])])
     z = z[(z - 3).abs() > 1e-6]  # at the kink PyTorch's hardswish takes the other derivative
     z = z[(z + 3).abs() > 1e-6].requires_grad_()
-    theirs = {"none": lambda v: v * 1, "relu": F.relu, "relu6": F.relu6, "hardswish": F.hardswish, "silu": F.silu}[activation](
-        z
-    )
+    theirs = z * 1 if activation == "none" else getattr(F, activation)(z)
     theirs.sum().backward()
     one, zero = torch.ones(1), torch.zeros(1)
     x = z.detach().reshape(-1, 1)
@@ -179,6 +178,20 @@ def test_activations_are_pytorchs(activation: str) -> None:
     torch.testing.assert_close(y.flatten(), theirs.detach(), rtol=1e-6, atol=1e-6)
     gm = ops.normalize_grad_sums(torch.ones_like(x), x, one, zero, None, activation, want_masked=True).masked
     torch.testing.assert_close(gm.flatten(), z.grad, rtol=1e-5, atol=2e-6)
+
+
+def test_gelu_is_accurate_and_has_its_limits() -> None:
+    z = torch.cat([torch.linspace(-10, 10, 400_001), torch.logspace(-30, 1, 1001), -torch.logspace(-30, 1, 1001)])
+    exact, row = z.double().requires_grad_(), TABLE["gelu"]
+    F.gelu(exact).sum().backward()
+    assert exact.grad is not None
+    assert float((row.value(z) - F.gelu(exact.detach())).abs().max()) < 3e-7
+    assert float((row.derivative(z) - exact.grad).abs().max()) < 3e-7
+    ends = torch.tensor([-math.inf, -3e38, -12.5, 12.5, 3e38, math.inf, math.nan])
+    torch.testing.assert_close(row.value(ends), ends.clamp_min(0.0), rtol=0.0, atol=1e-30, equal_nan=True)
+    slopes = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, math.nan])
+    torch.testing.assert_close(row.derivative(ends), slopes, rtol=0.0, atol=1e-30, equal_nan=True)
+    assert row.value(torch.tensor([0.0, -0.0])).view(torch.int32).tolist() == [0, 0]
 
 
 def test_special_values_of_relu() -> None:
@@ -243,8 +256,8 @@ def test_wrong_arguments_are_refused() -> None:
         ops.channel_stats(v)
     with pytest.raises(ValueError, match=r"a has shape \(4,\), but there are 3 channels"):
         ops.normalize_peak(x, torch.zeros(4), v, None, "relu")
-    with pytest.raises(ValueError, match="activation 'gelu' is unknown"):
-        ops.normalize_peak(x, v, v, None, "gelu")
+    with pytest.raises(ValueError, match="activation 'mish' is unknown"):
+        ops.normalize_peak(x, v, v, None, "mish")
     with pytest.raises(ValueError, match="residual has shape"):
         ops.normalize(x, v, v, x[:1], "relu", None, **keywords)
     with pytest.raises(ValueError, match="clip has shape"):

@@ -81,7 +81,7 @@ def test_the_bits_are_those_of_both_steps(name: str) -> None:
             y = ops.conv_int8(x, x_scale, w, w_scale, *geometry)
         residual = torch.randn(y.shape, generator=draw)
         coarse = integers(tuple(y.shape), seed, True), torch.full(ones, 0.01)
-        options = [("relu", residual), ("none", None), ("relu6", coarse), ("hardswish", None), ("silu", None)]
+        options = [("relu", residual), ("none", None), ("relu6", coarse), ("hardswish", None), ("silu", None), ("gelu", None)]
         for (activation, added), clip, want_float in itertools.product(options, (torch.tensor(1.5), None), (True, False)):
             if clip is None and not want_float:
                 continue

@@ -71,7 +71,7 @@ def test_kept_inputs_agree(shape: tuple[int, ...], kind: str) -> None:
         )
         assert same(result.kept, kept)
         as_floats = block_grad.kept_value(kept)
-        for activation, mask in (("none", None), ("relu", result.mask), ("relu6", None), ("silu", None)):
+        for activation, mask in (("none", None), ("relu", result.mask), ("relu6", None), ("silu", None), ("gelu", None)):
             gate = (a, b, mask, activation)
             wants = {"want_masked": True, "want_squares": True}
             sums = agree(lambda g=g, kept=kept, gate=gate, w=wants: ops.normalize_grad_sums(g, kept, *gate, **w))

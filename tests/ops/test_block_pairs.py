@@ -37,7 +37,7 @@ def test_pairs_are_the_single_operators(shape: tuple[int, ...]) -> None:
 
 @with_native
 @by_shape
-@pytest.mark.parametrize("activation", ["none", "relu", "relu6", "silu"])
+@pytest.mark.parametrize("activation", ["none", "relu", "relu6", "silu", "gelu"])
 def test_pairs_of_a_gradient_are_those_of_its_floats(shape: tuple[int, ...], activation: str) -> None:
     for seed in (0, 1):
         g, x = drawn(shape, seed), drawn(shape, seed + 7, special=False)
@@ -55,7 +55,7 @@ def test_pairs_of_a_gradient_are_those_of_its_floats(shape: tuple[int, ...], act
 
 @with_native
 @by_shape
-@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+@pytest.mark.parametrize("activation", ["none", "relu", "silu", "gelu"])
 def test_a_copy_by_a_ratio_of_each_maximum_is_that_of_its_floats(shape: tuple[int, ...], activation: str) -> None:
     for seed in (0, 1):
         g, x = drawn(shape, seed), drawn(shape, seed + 7, special=False)

@@ -17,7 +17,7 @@ from oracles.norms import norm_step
 from oracles.statistics import column
 
 f32 = np.float32
-SMOOTH = ("hardswish", "silu")
+SMOOTH = ("hardswish", "silu", "gelu")
 
 
 def exponential(t: np.ndarray) -> np.ndarray:
@@ -45,7 +45,20 @@ def activate(z: np.ndarray, activation: str) -> np.ndarray:
         return _between(z, 6.0)
     if activation == "hardswish":
         return (z * _between(z + f32(3), 6.0)) / f32(6)
+    if activation == "gelu":
+        x, e, m = normal_tail(z)
+        return _between(z, np.inf) - x * (e * m)
     return z / (f32(1) + exponential(-z)) if activation == "silu" else z
+
+
+def normal_tail(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x = min(|z|, 12), e = exp(-x²/2) and m, where e · m is the normal distribution's tail from x on."""
+    x = _between(np.abs(z), 12.0)
+    t = f32(1) / (f32(1) + f32(0.28125) * x)
+    m = f32(-0.1011379) * t + f32(0.36526638)
+    for coefficient in (-0.199391, 0.24149361, 0.07827214, 0.115496784):
+        m = m * t + f32(coefficient)
+    return x, exponential((x * x) * f32(-0.5)), m * t
 
 
 def passes(z: np.ndarray, activation: str) -> np.ndarray:
@@ -56,9 +69,13 @@ def passes(z: np.ndarray, activation: str) -> np.ndarray:
 
 
 def slope(z: np.ndarray, activation: str) -> np.ndarray:
-    """The derivative of hardswish and silu."""
+    """The derivative of a smooth activation."""
     if activation == "hardswish":
         return np.where(z < -3, f32(0), np.where(z <= 3, z / f32(3) + f32(0.5), f32(1))).astype(f32)
+    if activation == "gelu":
+        x, e, m = normal_tail(z)
+        u = e * (m - f32(0.3989422804014327) * x)
+        return np.where(z < 0, u, f32(1) - u).astype(f32)
     s = f32(1) / (f32(1) + exponential(-z))
     return s * (f32(1) + z * (f32(1) - s))
 

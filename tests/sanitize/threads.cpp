@@ -248,7 +248,7 @@ void add_statistics(Path path, std::vector<Call>& calls) {
 void add_forward(Path path, std::vector<Call>& calls) {
     const f32 *x = given().floats.data(), *vectors = given().positive.data();
     const s64 rows = 1500, channels = 33, count = rows * channels;
-    for (const Activation activation : {Activation::relu, Activation::silu})
+    for (const Activation activation : {Activation::relu, Activation::silu, Activation::gelu})
         calls.push_back({"normalize", [=](int threads) {
                              const Forward from{rows,      channels, x,    vectors,   vectors + channels,
                                                 x + count, nullptr,  0.0f, activation};
@@ -256,7 +256,7 @@ void add_forward(Path path, std::vector<Call>& calls) {
                              Room<u8> mask(rows * mask_width(channels));
                              Room<s8> values(count), kept(count);
                              const Outcome to{output,
-                                              activation == Activation::silu ? nullptr : static_cast<u8*>(mask),
+                                              activation == Activation::relu ? static_cast<u8*>(mask) : nullptr,
                                               values,
                                               2.0f,
                                               static_cast<s8*>(kept),
@@ -288,7 +288,7 @@ void add_forward(Path path, std::vector<Call>& calls) {
 void add_backward(Path path, std::vector<Call>& calls) {
     const f32 *x = given().floats.data(), *vectors = given().positive.data();
     const s64 rows = 1500, channels = 33, count = rows * channels;
-    for (const Gate gate : {Gate::mask, Gate::relu6, Gate::silu}) {
+    for (const Gate gate : {Gate::mask, Gate::relu6, Gate::silu, Gate::gelu}) {
         const Backward from{rows,
                             channels,
                             x,

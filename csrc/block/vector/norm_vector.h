@@ -48,12 +48,39 @@ BYTEBACK_INLINE Floats one_plus_exp_of_minus(Floats z) { return all(1.0f) + expo
 BYTEBACK_INLINE Floats above_zero(Floats z) { return dropped(at_most(z, all(0.0f)), z); }
 BYTEBACK_INLINE Floats below_six(Floats z) { return smaller(all(6.0f), z); }
 
+// What gelu and its derivative are made of (norm.h). A NaN stays one.
+struct NormalTail {
+    Floats x, e, m;
+
+    BYTEBACK_INLINE explicit NormalTail(Floats z)
+        : x(smaller(all(kGeluEnd), absolute(z))), e(exponential((x * x) * all(-0.5f))), m(all(kGelu6)) {
+        const Floats t = all(1.0f) / (all(1.0f) + all(kGeluStretch) * x);
+        m = m * t + all(kGelu5);
+        m = m * t + all(kGelu4);
+        m = m * t + all(kGelu3);
+        m = m * t + all(kGelu2);
+        m = (m * t + all(kGelu1)) * t;
+    }
+};
+
+BYTEBACK_INLINE Floats gelu(Floats z) {
+    const NormalTail tail(z);
+    return above_zero(z) - tail.x * (tail.e * tail.m);
+}
+
+BYTEBACK_INLINE Floats gelu_slope(Floats z) {
+    const NormalTail tail(z);
+    const Floats u = tail.e * (tail.m - all(kGeluDensity) * tail.x);
+    return chosen(less(z, all(0.0f)), u, all(1.0f) - u);
+}
+
 template <Activation activation>
 BYTEBACK_INLINE Floats activate(Floats z) {
     if constexpr (activation == Activation::relu) return above_zero(z);
     if constexpr (activation == Activation::relu6) return below_six(above_zero(z));
     if constexpr (activation == Activation::hardswish) return (z * below_six(above_zero(z + all(3.0f)))) / all(6.0f);
     if constexpr (activation == Activation::silu) return z / one_plus_exp_of_minus(z);
+    if constexpr (activation == Activation::gelu) return gelu(z);
     return z;
 }
 
@@ -74,6 +101,7 @@ BYTEBACK_INLINE Floats slope(Floats z) {
         const Floats upper = chosen(at_most(z, all(3.0f)), line, all(1.0f));
         return dropped(less(z, all(-3.0f)), upper);
     }
+    if constexpr (gate == Gate::gelu) return gelu_slope(z);
     const Floats s = all(1.0f) / one_plus_exp_of_minus(z);
     return s * (all(1.0f) + z * (all(1.0f) - s));
 }
@@ -141,6 +169,7 @@ void with_activation(Activation activation, const Body& body) {
         case Activation::relu6: return body(Constant<Activation::relu6>{});
         case Activation::hardswish: return body(Constant<Activation::hardswish>{});
         case Activation::silu: return body(Constant<Activation::silu>{});
+        case Activation::gelu: return body(Constant<Activation::gelu>{});
     }
 }
 
@@ -154,6 +183,7 @@ void with_gate(Gate gate, const Body& body) {
         case Gate::relu6: return body(kind, Constant<Gate::relu6>{});
         case Gate::hardswish: return body(kind, Constant<Gate::hardswish>{});
         case Gate::silu: return body(kind, Constant<Gate::silu>{});
+        case Gate::gelu: return body(kind, Constant<Gate::gelu>{});
     }
 }
 

@@ -20,7 +20,7 @@ OTHER = "other"
 _KINDS = (
     ("convolution", ("conv",)),
     ("batch norm", ("batch_norm", "batchnorm")),
-    ("relu", ("relu", "clamp_min", "threshold", "hardtanh", "hardswish", "silu")),
+    ("relu", ("relu", "clamp_min", "threshold", "hardtanh", "hardswish", "silu", "gelu")),
     ("pool", ("pool",)),
     ("matrix product", ("addmm", "aten::mm", "matmul", "bmm")),
     ("copies", ("aten::copy_", "aten::clone", "aten::index", "aten::cat")),

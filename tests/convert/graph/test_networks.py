@@ -148,6 +148,7 @@ ACTIVATION_OF = {
     "hardtanh": "relu6",
     "hardswish": "hardswish",
     "silu": "silu",
+    "gelu": "gelu",
 }
 METADATA = ("__get__", "dim", "size", "numel")
 

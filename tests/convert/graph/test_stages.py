@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,8 @@ from small_nets import block_a, form, plan_of, reason_a, torchvision_models
         (lambda y: F.hardtanh(y, max_val=6.0, min_val=0.0), "relu6"),
         (F.hardswish, "hardswish"),
         (F.silu, "silu"),
+        (F.gelu, "gelu"),
+        (lambda y: F.gelu(y, approximate="none"), "gelu"),
     ],
 )
 def test_functions_that_are_activations(function: Callable[[Tensor], Tensor], activation: str) -> None:
@@ -42,11 +45,34 @@ def test_functions_that_are_activations(function: Callable[[Tensor], Tensor], ac
     assert without_norm == Block("a", None, False, activation, None, "activation", False, True, ("output",))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("function", [F.gelu, F.hardtanh, lambda y: F.hardtanh(y, 0.0, 5.0), torch.sigmoid, F.leaky_relu])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: F.gelu(y, approximate="tanh"),
+        F.hardtanh,
+        lambda y: F.hardtanh(y, 0.0, 5.0),
+        torch.sigmoid,
+        F.leaky_relu,
+    ],
+)
 def test_other_functions_end_the_block_at_the_norm(function: Callable[[Tensor], Tensor]) -> None:
     block = block_a(lambda net, x: function(net.norm_a(net.a(x))))
     assert (form(block), block.feeds_conv, block.feeds_other) == ("norm", False, True)
     assert "which has no fused form" in reason_a(lambda net, x: function(net.a(x)))
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (nn.GELU("tanh"), "followed by GELU act with approximate='tanh', which has no fused form"),
+        (nn.Hardtanh(), "followed by Hardtanh act with min_val=-1.0, which has no fused form"),
+        (nn.Hardtanh(0.0, 5.0), "followed by Hardtanh act with max_val=5.0, which has no fused form"),
+        (nn.Sigmoid(), "followed by Sigmoid act, which has no fused form"),
+    ],
+)
+def test_the_reason_names_the_argument_that_does_not_fit(act: nn.Module, reason: str) -> None:
+    model = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 1), act=act))
+    assert plan_of(model).reasons == {"conv": reason}
 
 
 class OwnReLU(nn.ReLU):
@@ -69,7 +95,8 @@ class LeakingReLU(nn.ReLU):
         (OwnReLU(), "relu"),
         (nn.Hardtanh(), "none"),
         (LeakingReLU(), "none"),
-        (nn.GELU(), "none"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU("tanh"), "none"),
         (nn.Dropout(0.0), "none"),
     ],
 )

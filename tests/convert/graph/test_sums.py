@@ -92,7 +92,7 @@ def test_a_sum_without_norm_or_activation_is_a_block_too() -> None:
     assert form(block_a(lambda net, x: torch.relu(net.a(x) + x))) == "add activation"
 
 
-@pytest.mark.parametrize("function", [F.silu, F.hardswish])
+@pytest.mark.parametrize("function", [F.silu, F.hardswish, F.gelu])
 def test_smooth_activations_after_a_sum_stay_out(function: Callable[[Tensor], Tensor]) -> None:
     block = block_a(lambda net, x: function(net.norm_a(net.a(x)) + x))
     assert (form(block), block.consumers) == ("norm add", (function.__name__,))

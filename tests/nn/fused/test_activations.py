@@ -63,6 +63,18 @@ def test_modules(module: type[nn.Module], name: str, monkeypatch: pytest.MonkeyP
     check(Net(module(*LIMITS.get(module, ()))), name, monkeypatch)
 
 
+@pytest.mark.parametrize("act", [nn.GELU("tanh"), nn.Hardtanh(), nn.Hardtanh(0.0, 5.0)], ids=str)
+def test_other_arguments_are_another_activation(act: nn.Module) -> None:
+    """Also where the graph pass saw one that fits, and the model changed since."""
+    fits: nn.Module = nn.GELU() if isinstance(act, nn.GELU) else nn.Hardtanh(0.0, 6.0)
+    net = Net(fits)
+    x = torch.randn(4, 4, 9, 9, generator=torch.Generator().manual_seed(1))
+    exact = act(net.norm(net.conv(x)))
+    model = byteback.prepare(net, byteback.PlainInt8(first_conv=False))
+    vars(fits).update({name: value for name, value in vars(act).items() if name in ("approximate", "min_val", "max_val")})
+    torch.testing.assert_close(model(x) + 0.0, exact, rtol=1e-5, atol=1e-5)
+
+
 def test_the_table_has_what_ops_has() -> None:
     assert ("none", *(row.name for row in TABLE)) == ops.ACTIVATIONS
     assert WITH_MASK == ("relu", "relu6")

@@ -96,7 +96,10 @@ def test_network_matches_the_unfused_path(norm: str, channels_last: bool) -> Non
         assert_near(fused(x), unfused(x))
 
 
-@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(inplace=True), nn.Hardswish(), nn.SiLU(inplace=True), nn.GELU()])
+@pytest.mark.parametrize(
+    "act",
+    [nn.ReLU(), nn.ReLU6(inplace=True), nn.Hardswish(), nn.SiLU(inplace=True), nn.GELU(), nn.GELU("tanh"), nn.LeakyReLU()],
+)
 def test_activations(act: nn.Module) -> None:
     fused, unfused = pair(Net(act=act))
     x = torch.randn(4, 3, 8, 8)

@@ -41,10 +41,11 @@ ACTIVATIONS: dict[str, Any] = {
     "relu6": F.relu6,
     "hardswish": F.hardswish,
     "silu": F.silu,
+    "gelu": F.gelu,
 }
-KINKS = {"none": (), "relu": (0.0,), "relu6": (0.0, 6.0), "hardswish": (-3.0, 3.0), "silu": ()}
+KINKS = {"none": (), "relu": (0.0,), "relu6": (0.0, 6.0), "hardswish": (-3.0, 3.0), "silu": (), "gelu": ()}
 STEEPEST = 1.5  # of all derivatives, that of hardswish at 3
-SMOOTH = ("hardswish", "silu")
+SMOOTH = ("hardswish", "silu", "gelu")
 FORMS = [("batch", "float32"), ("batch", "bfloat16"), ("batch", "int8"), ("given", "float32"), ("none", "float32")]
 RECIPES: dict[str, Any] = {
     "plain": byteback.PlainInt8,

@@ -48,7 +48,7 @@ def trained(model: nn.Module, recipe: byteback.Recipe | str = "plain-int8") -> n
     return model.eval()
 
 
-@pytest.mark.parametrize("act", [F.relu, F.hardswish, F.silu, torch.tanh])
+@pytest.mark.parametrize("act", [F.relu, F.hardswish, F.silu, F.gelu, torch.tanh])
 @pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("memory", ["float32", "int8"])
 def test_a_prediction_has_the_bits_of_a_forward_that_keeps_everything(act: Any, channels_last: bool, memory: str) -> None:

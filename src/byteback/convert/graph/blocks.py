@@ -194,4 +194,5 @@ class _Matcher:
             return "the sum after it does not add another tensor of the same shape, or is written into the other tensor"
         if isinstance(self.nodes.modules.get(taker), nn.modules.batchnorm._BatchNorm):
             return f"followed by {labels[0]}, which does not match it or overrides forward"
-        return f"followed by {labels[0]}, which has no fused form"
+        misfit = self.nodes.misfit(taker)
+        return f"followed by {labels[0]}{f' with {misfit}' if misfit else ''}, which has no fused form"

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
 from byteback.nn import FusedConvolution, Int8Layer
-from byteback.nn.fused.activations import BY_MODULE, BY_TARGET
+from byteback.nn.fused.activations import BY_MODULE, BY_TARGET, misfit_of_call, misfit_of_module
 from byteback.nn.layers.frozen_norm import FusedNorm, is_frozen_norm
 
 _NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
@@ -70,18 +70,23 @@ class Nodes:
 
     def activation(self, node: fx.Node, value: fx.Node) -> str | None:
         """Returns the name of an activation applied to `value`; None if the node is something else or has no fused form."""
-        if not node.args or node.args[0] is not value:
+        if not node.args or node.args[0] is not value or self.misfit(node):
             return None
         module = self.modules.get(node)
         if module is None:
-            kind = BY_TARGET.get(node.target) if _is_call(node) else None
-            return None if node.target is F.hardtanh and _limits(node) != (0, 6) else kind
-        base = next((base for base in type(module).__mro__ if base in BY_MODULE), None)
+            return BY_TARGET.get(node.target) if _is_call(node) else None
+        base = _activation_class(module)
         if base is None or "forward" in module.__dict__ or _float_class(module).forward is not base.forward:
             return None
-        if isinstance(module, nn.Hardtanh) and (module.min_val, module.max_val) != (0, 6):
-            return None
         return BY_MODULE[base]
+
+    def misfit(self, node: fx.Node) -> str | None:
+        """Returns the argument that an activation of this name has no fused form with; None if there is none."""
+        module = self.modules.get(node)
+        if module is None:
+            return misfit_of_call(node.target, node.args[1:], node.kwargs)
+        base = _activation_class(module)
+        return None if base is None else misfit_of_module(base, module)
 
     def is_residual(self, node: fx.Node, value: fx.Node) -> bool:
         """Whether a node adds to `value` another tensor that, as far as the graph shows, has the same shape."""
@@ -214,10 +219,9 @@ def _addends(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     return (left, right) if isinstance(left, fx.Node) and isinstance(right, fx.Node) else (None, None)
 
 
-def _limits(node: fx.Node) -> tuple[object, object]:
-    """Returns min_val and max_val of a call of F.hardtanh."""
-    given = dict(zip(("min_val", "max_val"), node.args[1:], strict=False)) | node.kwargs
-    return given.get("min_val", -1.0), given.get("max_val", 1.0)
+def _activation_class(module: nn.Module) -> type[nn.Module] | None:
+    """Returns the first class of a module that is an activation."""
+    return next((base for base in type(module).__mro__ if base in BY_MODULE), None)
 
 
 def _is_metadata(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import MethodDescriptorType
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from byteback import ops
 
 
 class Activation(NamedTuple):
-    """One row of the table. Hardtanh counts only from 0 to 6."""
+    """One row of the table. OPTIONS says which arguments a call or a module needs."""
 
     name: str  # in byteback.ops
     modules: tuple[type[nn.Module], ...]
@@ -31,7 +32,50 @@ TABLE = (
     Activation("relu6", (nn.ReLU6, nn.Hardtanh), (F.relu6, F.hardtanh)),
     Activation("hardswish", (nn.Hardswish,), (F.hardswish,)),
     Activation("silu", (nn.SiLU,), (F.silu,)),
+    Activation("gelu", (nn.GELU,), (), (F.gelu,)),
 )
+
+
+class Option(NamedTuple):
+    """An argument of a function, and the attribute of its module: it is the activation only with the value `needed`."""
+
+    name: str
+    default: object
+    needed: object
+
+
+_ZERO_TO_SIX = (Option("min_val", -1.0, 0.0), Option("max_val", 1.0, 6.0))
+_EXACT = (Option("approximate", "none", "none"),)
+
+OPTIONS: dict[Any, tuple[Option, ...]] = {
+    **dict.fromkeys((nn.Hardtanh, F.hardtanh), _ZERO_TO_SIX),
+    **dict.fromkeys((nn.GELU, F.gelu), _EXACT),
+}
+"""The options of a module or a function, in the order of its arguments after the input."""
+
+
+def misfit_of_call(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """The argument that makes a call another activation than its row's, such as "approximate='tanh'"; None without one.
+
+    >>> misfit_of_call(F.hardtanh, (0.0, 5.0), {}), misfit_of_call(F.gelu, (), {}), misfit_of_call(F.relu, (True,), {})
+    ('max_val=5.0', None, None)
+    """
+    options = OPTIONS.get(call, ())
+    return _misfit(options, {**dict(zip((option.name for option in options), args, strict=False)), **kwargs})
+
+
+def misfit_of_module(base: type[nn.Module], module: nn.Module) -> str | None:
+    """The same for a module whose class is `base`, or is derived from it."""
+    return _misfit(OPTIONS.get(base, ()), vars(module))
+
+
+def _misfit(options: tuple[Option, ...], given: Mapping[str, Any]) -> str | None:
+    for name, default, needed in options:
+        value = given.get(name, default)
+        if value != needed:
+            return f"{name}={value!r}"
+    return None
+
 
 BY_MODULE: dict[type[nn.Module], str] = {module: row.name for row in TABLE for module in row.modules}
 

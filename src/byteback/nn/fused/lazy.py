@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from byteback import ops
 from byteback.nn.autograd import ConvProducts
-from byteback.nn.fused.activations import BY_CALL, WITH_MASK
+from byteback.nn.fused.activations import BY_CALL, OPTIONS, WITH_MASK, misfit_of_call
 from byteback.nn.fused.block import Block, Call, Stages, run_block
 from byteback.nn.fused.sources import LazyActivation, Poolable
 from byteback.ops.backends.registry import runs_blocks
@@ -215,22 +215,22 @@ def _batch_norm(
     return input._next(False, norm=norm, by_batch=training, reached="norm")  # type: ignore[attr-defined]
 
 
-def _activation(name: str, inplace: bool | None) -> Callable[..., Tensor | None]:
+def _activation(call: Any, name: str, inplace: bool | None) -> Callable[..., Tensor | None]:
+    options = len(OPTIONS.get(call, ()))  # the argument `inplace` comes after them
+
     def stage(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         if not _open(input) or input.stages.reached == "activation":  # type: ignore[attr-defined]
             return None
         if input.stages.residual is not None and name not in WITH_MASK:  # type: ignore[attr-defined]
             return None
-        writes = inplace if inplace is not None else bool(args[0] if args else kwargs.get("inplace", False))
+        if options and misfit_of_call(call, args, kwargs):
+            return None
+        writes = inplace
+        if writes is None:
+            writes = bool(args[options] if len(args) > options else kwargs.get("inplace", False))
         return input._next(writes, activation=name, reached="activation")  # type: ignore[attr-defined]
 
     return stage
-
-
-def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor | None:
-    if (min_val, max_val) != (0.0, 6.0):
-        return None
-    return _activation("relu6", inplace)(input)
 
 
 def _add(inplace: bool) -> Callable[..., Tensor | None]:
@@ -254,8 +254,7 @@ def _waits_for_add(x: Any) -> bool:
 
 _STAGES: dict[Any, Callable[..., Tensor | None]] = {
     F.batch_norm: _batch_norm,
-    **{call: _activation(name, writes) for call, (name, writes) in BY_CALL.items()},
-    F.hardtanh: _hardtanh,
+    **{call: _activation(call, name, writes) for call, (name, writes) in BY_CALL.items()},
     torch.add: _add(False),
     Tensor.add: _add(False),
     Tensor.__add__: _add(False),

@@ -4,7 +4,7 @@
 A C library's exp differs from one library, processor and GPU to the next. Here e^t = 2^n · e^r with n = round(t / ln 2), so
 |r| <= ln 2 / 2 = 0.35, by additions, subtractions and multiplications; 2^n only moves the exponent. The error is below one unit
 in the last place. The learning-rate factor of `recipes/unified.py` is made of it. `exponential_float32` is shorter: the fused
-block's SiLU is made of it.
+block's SiLU and GELU are made of it.
 """
 
 from __future__ import annotations
