@@ -101,7 +101,7 @@ function heatMaps(id, tables, { what, note, log, low, text = number, nothing }) 
     holder.replaceChildren();
     if (!tables.length) element(holder, 'p', { class: 'note' }, nothing);
     const values = tables.flatMap(([, table]) => table.flat()).filter((v) => v !== null && (!log || v > 0));
-    let range = log ? extent(values, [0.1, 1]) : [Math.min(low, ...values), 1];
+    let range = log ? extent(values, [0.1, 1]) : [Math.min(low, ...values), Math.max(1, ...values)];
     if (range[0] === range[1]) range = [range[0] / 2, range[1]];
     for (const [r, table] of tables)
         heatMap(holder, {
@@ -146,7 +146,7 @@ function numerics() {
     );
     const shown = own.filter(([, table]) => table);
     get('diagnostics').hidden = !shown.length;
-    heatMaps('diagnostic-charts', shown, { what: 'diagnostic', note: 'by layer and epoch', text: (v) => number(v, 2) });
+    heatMaps('diagnostic-charts', shown, { what: 'diagnostic', note: 'by layer and epoch', low: 0, nothing: '' });
     get('first-layer').style.background = depth(0);
     get('last-layer').style.background = depth(1);
 }
