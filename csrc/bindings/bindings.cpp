@@ -23,6 +23,7 @@ void bind_quantize(nb::module_&);  // bindings_quantize.cpp
 void bind_norm(nb::module_&);      // bindings_norm.cpp
 void bind_block(nb::module_&);     // bindings_block.cpp
 void bind_pairs(nb::module_&);     // bindings_pairs.cpp
+void bind_step(nb::module_&);      // bindings_step.cpp
 void bind_detect(nb::module_&);    // bindings_detect.cpp
 void bind_pool(nb::module_&);      // bindings_pool.cpp
 
@@ -67,6 +68,7 @@ NB_MODULE(_native, m) {
     bind_norm(m);
     bind_block(m);
     bind_pairs(m);
+    bind_step(m);
     bind_detect(m);
     bind_pool(m);
 }

@@ -177,6 +177,6 @@ void bind_quantize(nb::module_& m) {
           "channel_stride"_a, "terms"_a, "threads"_a);
     m.def("noise_key", &make_noise_key, nb::kw_only(), "seed"_a, "layer"_a, "count"_a, "rank"_a, "key"_a);
     m.def("write_ledger", &put_in_ledger, nb::kw_only(), "clip"_a, "initialized"_a, "updated_at"_a, "observed"_a, "tracked"_a,
-          "seen"_a, "channels"_a, "used"_a, "used_count"_a, "remembered"_a, "remembered_count"_a, "iteration"_a, "saturated"_a,
+          "seen"_a, "entries"_a, "used"_a, "used_count"_a, "remembered"_a, "remembered_count"_a, "iteration"_a, "saturated"_a,
           "deviation"_a, "own"_a, "momentum"_a);
 }

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from byteback import ops
 from byteback.nn.fused.sources import materialize, source_of
 from byteback.nn.layers.weights import refuse_training
-from byteback.nn.quantizing import quantize_gradient, quantize_input, weight_as_int8
+from byteback.nn.quantizing import Begun, quantize_gradient, quantize_input, weight_as_int8
 from byteback.nn.undo import current_step, undo_step
 from byteback.ops.contract import layout
 from byteback.quantize import Gradient, NonFiniteError, QTensor, floats_of
@@ -174,7 +174,7 @@ def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> t
 
 
 def backward_products(
-    ctx: Any, kept: Operands, gradient: Gradient, needs: tuple[bool, ...]
+    ctx: Any, kept: Operands, gradient: Gradient, needs: tuple[bool, ...], begun: Begun | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """grad_input and grad_weight. ctx has layer, products, slot, training, step, input_size and weight_size."""
     layer, products = ctx.layer, ctx.products
@@ -183,7 +183,7 @@ def backward_products(
         refuse_training(layer, "a gradient of its weight is asked for")
     int8_input, int8_weight = for_input and kept.w_values is not None, for_weight and kept.x_values is not None
     try:
-        g_q, g_q_for_weight = quantize_gradient(layer, gradient, ctx.slot, ctx.training, int8_input, int8_weight)
+        g_q, g_q_for_weight = quantize_gradient(layer, gradient, ctx.slot, ctx.training, int8_input, int8_weight, begun)
     except NonFiniteError:
         undo_step(ctx.step)
         raise

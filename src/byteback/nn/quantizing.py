@@ -68,12 +68,33 @@ def makes_pairs(layer: Int8Layer) -> bool:
     return "quantizers" in layer._modules and layer.quantizers.chooses_both
 
 
+Begun = tuple[Moment, Tensor]
+"""When a gradient is quantized, and the key of its noise."""
+
+
+def _begin_gradient(layer: Int8Layer, slot: int, training: bool) -> Begun:
+    """Counts one more gradient of the layer."""
+    numerics = layer.quantizers
+    if not torch.compiler.is_compiling():
+        layer.watch_for_hook()
+    counts_itself = training and not layer.hooked
+    # Both copies see the same iteration, also where this backward pass counts it.
+    moment = Moment(numerics.iteration.clone() if counts_itself else numerics.iteration, layer.backward_slot(slot), training)
+    return moment, numerics.next_noise_key(layer.rank(), count_iteration=counts_itself)
+
+
 def quantize_gradient(
-    layer: Int8Layer, gradient: Gradient, slot: int, training: bool, for_input: bool, for_weight: bool
+    layer: Int8Layer,
+    gradient: Gradient,
+    slot: int,
+    training: bool,
+    for_input: bool,
+    for_weight: bool,
+    begun: Begun | None = None,
 ) -> tuple[QTensor | None, QTensor | None]:
     """grad_output for grad_input and for grad_weight: one copy for both, or two that share their noise.
 
-    Where no product sums over K, the copy that grad_weight wants is used by both.
+    Where no product sums over K, the copy that grad_weight wants is used by both. `begun`: this gradient is counted already.
     """
     if not for_input and not for_weight:
         return None, None
@@ -83,12 +104,7 @@ def quantize_gradient(
             "Call byteback.restore(model) after backward."
         )
     numerics = layer.quantizers
-    if not torch.compiler.is_compiling():
-        layer.watch_for_hook()
-    counts_itself = training and not layer.hooked
-    # Both copies see the same iteration, also where this backward pass counts it.
-    moment = Moment(numerics.iteration.clone() if counts_itself else numerics.iteration, layer.backward_slot(slot), training)
-    key = numerics.next_noise_key(layer.rank(), count_iteration=counts_itself)
+    moment, key = begun or _begin_gradient(layer, slot, training)
     second = numerics.grad_output_for_weight
     shares = second is not None and layer.shares_gradient()
     if second is not None and numerics.chooses_both and (shares or (for_input and for_weight)):

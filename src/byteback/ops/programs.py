@@ -15,6 +15,17 @@ class Maximum(NamedTuple):
     """clip = max|x|."""
 
 
+class Held(NamedTuple):
+    """A clip that is searched every `period` iterations and held in between (`recipes/unified.py`): a ratio and the clip itself
+    are remembered. A single clip is kept while it is within a factor of `band` of ratio · max|g| (0: always). Clips per channel
+    are ratio · max|g|. When more than a share of `saturated` exceeds a clip, it is searched again.
+    """
+
+    period: int
+    band: float
+    saturated: float
+
+
 class Averaged(NamedTuple):
     """Magnitude-aware clips (`recipes/magnitude_aware.py`), of one copy of a gradient or of two at once.
 

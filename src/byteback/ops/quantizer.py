@@ -150,44 +150,45 @@ class Moment(NamedTuple):
 
 def step(x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment) -> tuple[Tensor, Tensor]:
     """Chooses the clip, quantizes and remembers: int8 values and their scale. `settings` are quantize.Settings."""
-    return _backend(x).step(x, state, settings, key, moment)
+    return backend_steps(x).step(x, state, settings, key, moment)
 
 
 def step_pair(
     x: Gradient, states: tuple[State, State], settings: tuple[Any, Any], key: Tensor | None, moment: Moment, want_first: bool
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]] | None:
     """`step` for a copy per tensor (if wanted) and one per channel; None where their rules do not choose together."""
-    return _backend(x).step_pair(x, states, settings, key, moment, want_first)
+    return backend_steps(x).step_pair(x, states, settings, key, moment, want_first)
 
 
 def adopt(q: tuple[Tensor, Tensor], clip: Tensor, counts: Tensor, x: Any, state: State, settings: Any, moment: Moment) -> Any:
     """Remembers what `step` would have, of integers made elsewhere under max|x|; x() is the float tensor, for a measurement."""
-    return _backend(q[0]).adopt(q, clip, counts, x, state, settings, moment)
+    return backend_steps(q[0]).adopt(q, clip, counts, x, state, settings, moment)
 
 
 def predict(
     x: Tensor, tracked: Tensor, seen: Tensor, iteration: Tensor, settings: Any, slot: int, per_sample: bool, ordinal_known: bool
 ) -> tuple[Tensor, Tensor]:
     """By the clip that training tracked; without one, each sample's own maximum (or the batch's, for a gradient)."""
-    return _backend(x).predict(x, tracked, seen, iteration, settings, slot, per_sample, ordinal_known)
+    return backend_steps(x).predict(x, tracked, seen, iteration, settings, slot, per_sample, ordinal_known)
 
 
 def tracked_clip(tracked: Tensor, seen: Tensor, slot: int, ordinal_known: bool) -> Tensor | None:
     """The single clip that `predict` would use; None where training has left none, or one per channel."""
-    return _backend(tracked).tracked_clip(tracked, seen, slot, ordinal_known)
+    return backend_steps(tracked).tracked_clip(tracked, seen, slot, ordinal_known)
 
 
 def fresh(x: Tensor, iteration: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
     """A tensor that keeps no state, by a rule that looks at nothing but the tensor."""
-    return _backend(x).fresh(x, iteration, settings)
+    return backend_steps(x).fresh(x, iteration, settings)
 
 
 def factors(observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[Any]:
     """rule.factor(the largest deviation) for each list of `observed` tensors; numbers where a look is free, else tensors."""
-    return _backend(observed[0][0]).factors(observed, rules) if observed else []
+    return backend_steps(observed[0][0]).factors(observed, rules) if observed else []
 
 
-def _backend(x: Gradient) -> Any:
+def backend_steps(x: Gradient) -> Any:
+    """The steps of the backend that x belongs to."""
     tensor = x.parts.g if isinstance(x, BlockGradient) else x
     name = backend_of(tensor).steps
     return _loaded.get(name) or _load(name)

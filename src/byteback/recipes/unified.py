@@ -37,6 +37,7 @@ from torch import Tensor
 from byteback import ops
 from byteback.ops.contract.exponential import exponential, exponential_of
 from byteback.ops.contract.limits import TINY_CLIP
+from byteback.ops.programs import Held
 from byteback.ops.quantizer import look
 from byteback.quantize import Choice, ClipRule, Memory, TensorRule
 from byteback.recipes.direction_search import Curve, descend, golden, grid
@@ -134,6 +135,13 @@ class DirectionSensitive(ClipRule):
             return None
         remembered = memory.clip.new_tensor([ratio, fitting])
         return Choice(remembered[1:], remember=remembered)
+
+    def program(self) -> Held | None:
+        """What a backend needs to know to hold a clip; None for a class of your own, which may decide in another way."""
+        if type(self) is not DirectionSensitive:
+            return None
+        saturated = math.inf if self.search_when_saturated is None else self.search_when_saturated
+        return Held(self.period, self.band if self.hold == "ratio" else 0.0, saturated)
 
     def _is_due(self, memory: Memory) -> bool:
         return not memory.initialized or memory.iteration - memory.updated_at >= self.period

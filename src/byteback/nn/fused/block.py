@@ -32,8 +32,10 @@ from byteback.nn.fused.norm import (
     residual_of,
     scaled_gradient,
 )
+from byteback.nn.fused.step import backward_step, find_site, forward_step
 from byteback.nn.fused.sources import (
     SHARED_RULE,
+    Int8Copy,
     LazyActivation,
     OutputSpec,
     Poolable,
@@ -47,6 +49,7 @@ from byteback.nn.layers.weights import norm_as_given
 from byteback.nn.quantizing import makes_pairs
 from byteback.nn.undo import current_step
 from byteback.ops.activations import MONOTONE
+from byteback.ops.backends.registry import backend_of
 from byteback.quantize import BlockGradient, QTensor
 
 if TYPE_CHECKING:
@@ -149,22 +152,15 @@ class FusedBlock(Function):
         backs = with_grad and any(needs[:6])
         if not (backs or layer.training or stages.by_batch) and layer.runs_int8("output"):
             return _prediction(x, weight, bias, residual, stages, sources)
-        operands, kept = forward_operands(x, weight, layer, call.slot, with_grad and needs[0], with_grad and needs[1])
-        added = residual_of(residual, layer)
-        wanted = _wanted(stages, backs, needs[3])
-        if stages.by_batch:
-            product = operands or channels_last(call.products.float_output(materialize(x), weight))
-            source, state, made = _by_batch(product, added, stages, wanted)
-            mask, y = made.mask, made.kept
+        site = find_site(x, weight, stages, _wanted, needs) if backs and stages.by_batch else None
+        stepped = None if site is None else forward_step(site, x, weight, residual, stages)
+        if stepped is not None:
+            source = _stepped(ctx, stages, *stepped)
+            ctx.site, ctx.backend = site, backend_of(x)
         else:
-            product = call.products.output(*operands) if operands else call.products.float_output(materialize(x), weight)
-            state, y = given_state(stages.norm, bias, weight), None
-            source = Source(channels_last(product), state.a, state.b, added, stages.activation, call.strides)
-            mask = _write(source, wanted)
-        if backs:
-            y = source.x if wanted.y and y is None else y
-            _save(ctx, x, stages, (*kept, mask, *state, *_tensors(y)))
-        source.join_int8, source.join_floats = wanted.join_int8, call.block.join_feeds_other
+            source = _by_operators(ctx, x, weight, bias, residual, stages, backs, with_grad)
+            ctx.site = None
+        source.join_floats = call.block.join_feeds_other
         sources.append(source)
         # An inference tensor does not count its writes, so nothing would tell whether its int8 copy still holds.
         if source.output is None or not call.block.feeds_other or torch.is_inference_mode_enabled():
@@ -197,6 +193,53 @@ def _prediction(
     if block.feeds_other and not block.feeds_conv and not torch.is_inference_mode_enabled():
         return source.give()
     return (Poolable if block.feeds_pool else LazyActivation)(source)
+
+
+def _by_operators(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stages: Stages,
+    backs: bool,
+    with_grad: bool,
+) -> Source:
+    """The block by operators, one after the other; saves what backward needs."""
+    call, needs = stages.call, ctx.needs_input_grad
+    layer = call.layer
+    operands, kept = forward_operands(x, weight, layer, call.slot, with_grad and needs[0], with_grad and needs[1])
+    added = residual_of(residual, layer)
+    wanted = _wanted(stages, backs, needs[3])
+    if stages.by_batch:
+        product = operands or channels_last(call.products.float_output(materialize(x), weight))
+        source, state, made = _by_batch(product, added, stages, wanted)
+        mask, y = made.mask, made.kept
+    else:
+        product = call.products.output(*operands) if operands else call.products.float_output(materialize(x), weight)
+        state, y = given_state(stages.norm, bias, weight), None
+        source = Source(channels_last(product), state.a, state.b, added, stages.activation, call.strides)
+        mask = _write(source, wanted)
+    if backs:
+        y = source.x if wanted.y and y is None else y
+        _save(ctx, stages, (*kept, mask, *state, *_tensors(y)))
+    source.join_int8 = wanted.join_int8
+    return source
+
+
+def _stepped(ctx: Any, stages: Stages, copy: Int8Copy, added: Tensor | None, made: list[Any]) -> Source:
+    """The block from the results of its site; saves what backward needs."""
+    y, w, w_scale, a, b, mean, invstd, peak, values, scale, counts, output, mask, kept, step, centre = made
+    call, block = stages.call, stages.call.block
+    known = values is not None or (added is None and stages.activation in MONOTONE)
+    source = Source(y, a, b, added, stages.activation, call.strides, peak if known else None)
+    source.keep(peak, ops.Normalized(values, scale, output, None, counts))
+    source.join_int8 = block.join_feeds_conv and call.layer.recipe.input == SHARED_RULE
+    stored = (y,) if kept is None else (kept,) if step is None else (kept, step, centre)
+    saved = (copy.q.values, copy.q.scale, w, w_scale, None, None, mask, a, b, mean, invstd, *stored)
+    _save(ctx, stages, saved)
+    ctx.saved_at = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
+    return source
 
 
 class _Wanted(NamedTuple):
@@ -253,7 +296,7 @@ def _write(source: Source, wanted: _Wanted) -> Tensor | None:
     return source.write(source.clip() if wanted.int8 else None, wanted.floats, wanted.mask)
 
 
-def _save(ctx: Any, x: Tensor, stages: Stages, tensors: tuple[Tensor | None, ...]) -> None:
+def _save(ctx: Any, stages: Stages, tensors: tuple[Tensor | None, ...]) -> None:
     """Saves for backward what `_gradients` and backward_products read."""
     call, norm = stages.call, stages.norm
     layer = call.layer
@@ -261,7 +304,7 @@ def _save(ctx: Any, x: Tensor, stages: Stages, tensors: tuple[Tensor | None, ...
     ctx.name = layer.int8_name  # a layer that is restored before its backward pass has no name any more
     ctx.has_norm, ctx.by_batch, ctx.norm_eps = norm is not None, stages.by_batch, 0.0 if norm is None else norm.eps
     ctx.activation, ctx.step = stages.activation, current_step()
-    ctx.input_size, ctx.weight_size = list(x.shape), list(call.weight.shape)
+    ctx.input_size, ctx.weight_size = call.x.shape, call.weight.shape
     ctx.save_for_backward(*tensors)
 
 
@@ -275,16 +318,20 @@ def _tensors(kept: Any) -> tuple[Tensor, ...]:
 
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: unpacking may recompute them
-    kept, mask, state, y = Operands(*saved[:6]), saved[6], NormState(*saved[7:11]), saved[11:]
-    g, activation = channels_last(grad_output), ctx.activation
-    # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
-    y = y if len(y) > 1 else y[0] if y else g
-    norm = _norm_gradient(ctx, g, y, state, mask)
-    if norm.masked is not None:
-        g, mask, activation = norm.masked, None, "none"
-    parts = ops.GradientParts(g, y, state.a, state.b, mask, activation, norm.p, norm.q, norm.r)
-    needs = ctx.needs_input_grad
-    grad_input, grad_weight = backward_products(ctx, kept, BlockGradient(parts, norm.sums), needs)
+    g, activation, needs = channels_last(grad_output), ctx.activation, ctx.needs_input_grad
+    stepped = None if ctx.site is None else backward_step(ctx, saved, g)
+    norm, grad_input, grad_weight, begun = stepped or (None, None, None, None)
+    if grad_weight is None:
+        kept, mask, state, y = Operands(*saved[:6]), saved[6], NormState(*saved[7:11]), saved[11:]
+        # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
+        y = y if len(y) > 1 else y[0] if y else g
+        norm = norm or _norm_gradient(ctx, g, y, state, mask)
+        if norm.masked is not None:
+            g, mask, activation = norm.masked, None, "none"
+        parts = ops.GradientParts(g, y, state.a, state.b, mask, activation, norm.p, norm.q, norm.r)
+        grad_input, grad_weight = backward_products(ctx, kept, BlockGradient(parts, norm.sums), needs, begun)
+    elif norm.masked is not None:
+        g = norm.masked
     wanted = zip((norm.bias, norm.gamma, norm.beta, g), needs[2:6], strict=True)
     return grad_input, grad_weight, *(grad if needed else None for grad, needed in wanted)
 

@@ -39,6 +39,7 @@ else:
 
 OWN_ATTRIBUTES = (
     *("recipe", "enabled", "hooked", "scaling", "faster_in_float", "int8_name", "int8_shared", "int8_calls", "int8_frozen"),
+    "int8_sites",
 )
 """What `attach` puts into a layer's dictionary, besides `quantizers`, which is a child module."""
 
@@ -79,6 +80,7 @@ class Int8Layer(_Base):
         self.int8_shared = shared or Shared()
         self.int8_calls = 0
         self.int8_frozen: Frozen | None = None
+        self.int8_sites: dict[Any, Any] = {}  # of its blocks (nn/fused/step.py)
         self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
         self.quantizers = LayerNumerics(
             self.recipe, *self.channels(), seed, layer, name, depthwise=self.is_depthwise(), device=self.weight.device
@@ -120,7 +122,7 @@ class Int8Layer(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a loaded model has no optimizer of ours behind it.
-        return {**self.__dict__, "hooked": False, "scaling": None}
+        return {**self.__dict__, "hooked": False, "scaling": None, "int8_sites": {}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves the layer. A frozen one quantizes its weight again, since what moved may be something else now."""

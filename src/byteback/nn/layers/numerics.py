@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from byteback import ops
 from byteback.ops.contract.limits import NUMERICS_VERSION
+from byteback.ops.programs import Averaged
 from byteback.quantize import Quantizer, Settings, TensorRule, columns_of, moved, register
 from byteback.recipes import Recipe
 
@@ -83,7 +84,7 @@ class LayerNumerics(nn.Module):
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
         one, each = self.settings["grad_output"].rule, self.settings["grad_output_for_weight"].rule
         together = (one.per, each.per) == ("tensor", "K") and one.clip == each.clip and one.rounding == each.rounding
-        self.chooses_both = self.grad_output_for_weight is not None and together and one.clip.program() is not None
+        self.chooses_both = self.grad_output_for_weight is not None and together and type(one.clip.program()) is Averaged
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerNumerics:
         """Moves with the model; to memory that holds nothing yet it comes with the numbers of a new layer."""

@@ -41,6 +41,9 @@ class MetaSteps:
     def fresh(self, x: Tensor, iteration: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
         return shapes(x, settings.axis())
 
+    def block_site(self, *_: Any) -> None:
+        return None
+
     def factors(self, observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[Tensor]:
         return [
             rule.factor(torch.stack([copy[:, DEVIATION].amax() for copy in copies]).amax().double())

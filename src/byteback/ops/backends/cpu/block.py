@@ -29,12 +29,13 @@ _native: Any = library.native
 # Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
 _threads = torch.get_num_threads
 _FLOAT32, _FLOAT64, _INT64, _INT8, _UINT8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # enum class Stored in csrc/block/norm.h
-_INT8_KIND = 2
+STORED = {None: 0, "bfloat16": 1, "int8": 2}
+"""How a norm's input is stored: enum class Stored in csrc/block/norm.h."""
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @lru_cache(maxsize=4096)
-def _pass(
+def forward_pass(
     rows: int, channels: int, activation: str, kept: int = 0, pitch: int | None = None, has_residual: bool = False
 ) -> Any:
     """csrc/bindings/structs.h's ForwardPass."""
@@ -72,7 +73,7 @@ def kept_numbers(kept: Kept | None, count: int, channels: int) -> tuple[int, int
         dtype = kept.dtype
         return last(kept, dtype, count), _KINDS[dtype], 0, 0
     values, step, centre = kept
-    return last(values, _INT8, count), _INT8_KIND, flat(step, _FLOAT32, channels), flat(centre, _FLOAT32, channels)
+    return last(values, _INT8, count), STORED["int8"], flat(step, _FLOAT32, channels), flat(centre, _FLOAT32, channels)
 
 
 def _room(x: Tensor, keep: str | None, extremes: Extremes | None) -> Kept | None:
@@ -90,7 +91,7 @@ def normalize_peak(path: int, x: Tensor, a: Tensor, b: Tensor, residual: Residua
     peak, (added, added_scale) = new((), _FLOAT32), residual_numbers(residual, count)
     _native.normalize_peak(
         path,
-        _pass(count // channels, channels, activation),
+        forward_pass(count // channels, channels, activation),
         x=last(x, _FLOAT32, count),
         a=flat(a, _FLOAT32, channels),
         b=flat(b, _FLOAT32, channels),
@@ -129,7 +130,7 @@ def normalize(
     (added, added_scale), (there, kind, step, centre) = residual_numbers(residual, count), kept_numbers(kept, count, channels)
     _native.normalize(
         path,
-        _pass(rows, channels, activation, kind, None if into is None else into.pitch),
+        forward_pass(rows, channels, activation, kind, None if into is None else into.pitch),
         x=last(x, _FLOAT32, count),
         a=flat(a, _FLOAT32, channels),
         b=flat(b, _FLOAT32, channels),
@@ -156,7 +157,7 @@ def pack_norm(path: int, x: Tensor, keep: str, extremes: Extremes | None) -> Kep
     there, kind, step, centre = kept_numbers(kept, count, channels)
     _native.pack_norm(
         path,
-        _pass(count // channels, channels, "none", kind),
+        forward_pass(count // channels, channels, "none", kind),
         x=last(x, _FLOAT32, count),
         kept=there,
         step=step,
@@ -194,7 +195,7 @@ def conv_normalize(
     kernel = _native.conv_normalize(
         path,
         call.plan.shape,
-        _pass(count // channels, channels, activation, 0, None if into is None else into.pitch),
+        forward_pass(count // channels, channels, activation, 0, None if into is None else into.pitch),
         _native.Operands(a=known(x), b=known(w), **scales),
         a=flat(a, _FLOAT32, channels),
         b=flat(b, _FLOAT32, channels),
@@ -283,7 +284,7 @@ def _request(
         step=step,
         centre=centre,
     )
-    forward = _pass(rows, channels, activation, kind, None, residual is not None)
+    forward = forward_pass(rows, channels, activation, kind, None, residual is not None)
     made = Normalized(values, scale, output, mask, counts, kept)
     result = NormalizedBatch(a, b, mean, invstd, peak if is_known or wants.int8 else None, made)
     return forward, _given(x, norm, residual, count, channels), to, result, peak

@@ -59,7 +59,7 @@ def _three(values: Sequence[int], fill: int) -> list[int]:
     return [fill] * (3 - len(values)) + list(values)
 
 
-def _shape(x_size: Sequence[int], w_size: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> Any:
+def conv_shape(x_size: Sequence[int], w_size: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> Any:
     """csrc/core/types.h's ConvShape."""
     stride, padding, dilation, groups = geometry
     return _native.ConvShape(
@@ -101,7 +101,7 @@ def product_plan(path: int, call: ProductCall, a: Tensor, b: Tensor) -> Plan | N
     result_is_last = layout.is_last_dense(call.size, call.strides)
     return Plan(
         getattr(_native, _FUNCTIONS[call.kind]),
-        _shape(call.x_size, call.w_size, call.out_size, call.geometry),
+        conv_shape(call.x_size, call.w_size, call.out_size, call.geometry),
         call.size,
         call.strides,
         a_is_last,
@@ -173,5 +173,5 @@ def explain(
 ) -> str:
     """Which algorithm the planner picks for a product of this shape, and why."""
     kind = ("output", "grad_input", "grad_weight").index(product)
-    algorithm, reason = _native.explain(path, kind, _shape(x_size, w_size, out_size, geometry))
+    algorithm, reason = _native.explain(path, kind, conv_shape(x_size, w_size, out_size, geometry))
     return f"{algorithm}: {reason}"

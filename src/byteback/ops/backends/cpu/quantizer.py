@@ -13,19 +13,25 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.ops.backends.cpu import library
-from byteback.ops.backends.cpu.addresses import flat, is_flat, known
+from byteback.ops.backends import paths
+from byteback.ops.backends.cpu import ledger, library
+from byteback.ops.backends.cpu.block_step import make_site
+from byteback.ops.backends.cpu.addresses import flat
 from byteback.ops.backends.reference.quantizer import Entry, Made, Steps
+from byteback.ops.block_step import BlockShape
 from byteback.ops.dispatch import is_plain
 from byteback.ops.programs import Maximum
-from byteback.ops.quantizer import COLUMNS, Choice, Gradient, Memory, State, floats_of
+from byteback.ops.quantizer import Choice, Gradient, Memory, State, floats_of
 
 _library: Any = library.native
-_float32, _int64 = torch.float32, torch.int64
+_float32 = torch.float32
 
 
 class NativeSteps(Steps):
     """The reference's steps with fewer calls."""
+
+    def block_site(self, shape: BlockShape, settings: tuple[Any, ...], for_tensor: bool, slot: int) -> Any:
+        return make_site(library.NUMBERS[paths.current()], shape, settings, for_tensor, slot)
 
     def _memory(self, state: State, settings: Any, slot: int, now: int) -> Memory:
         rule = settings.rule
@@ -45,14 +51,19 @@ class NativeSteps(Steps):
         clip, remember, searched, iteration, saturated, deviation, own, momentum = entry
         kept = clip if remember is None else remember
         plain = is_plain((clip,) if kept is clip else (clip, kept)) and clip.dtype is _float32 and kept.dtype is _float32
-        if not plain or len(own) > 1 or not _is_ready(state, slot):
+        if not plain or len(own) > 1 or not ledger.is_ready(state[:6], slot):
             super().write(state, slot, entry)
             return
         clip = clip.contiguous()
         kept = clip if remember is None else kept.contiguous()
         counts = clip.numel(), kept.numel()
+        rows = ledger.row(state[:6], slot)
+        if remember is None:
+            rows["clip"] = 0
+        if not searched:
+            rows["updated_at"] = 0
         _library.write_ledger(
-            **_rows(state, slot, remember is not None, searched),
+            **rows,
             used=flat(clip, _float32, counts[0]),
             used_count=counts[0],
             remembered=flat(kept, _float32, counts[1]),
@@ -66,37 +77,6 @@ class NativeSteps(Steps):
 
 
 _NOT_MEASURED = float("nan")
-
-
-def _is_ready(state: State, slot: int) -> bool:
-    """Whether the native library can write to row `slot`: load_state_dict(assign=True) may have put other tensors there."""
-    clip, initialized, updated_at, observed, seen, tracked, *_ = state
-    slots, entries = clip.shape
-    return (
-        0 <= slot < slots
-        and is_flat(clip, _float32, slots * entries)
-        and is_flat(initialized, _float32, slots)
-        and is_flat(updated_at, _int64, slots)
-        and is_flat(observed, _float32, slots * COLUMNS)
-        and is_flat(seen, _float32, slots)
-        and (tracked is None or is_flat(tracked, _float32, slots * entries))
-    )
-
-
-def _rows(state: State, slot: int, remembers: bool, searched: bool) -> dict[str, int]:
-    """The addresses of the slot's numbers, 0 for those that stay as they are."""
-    clip, initialized, updated_at, observed, seen, tracked, *_ = state
-    entries = clip.shape[1]
-    row, byte = slot * entries * 4, slot * 4
-    return {
-        "clip": known(clip) + row if remembers else 0,
-        "initialized": known(initialized) + byte,
-        "updated_at": known(updated_at) + 2 * byte if searched else 0,
-        "observed": known(observed) + COLUMNS * byte,
-        "tracked": 0 if tracked is None else known(tracked) + row,
-        "seen": known(seen) + byte,
-        "channels": entries,
-    }
 
 
 STEPS = NativeSteps()

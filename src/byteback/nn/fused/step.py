@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block's training step where the backend runs each direction in one call (ops/block_step.py).
+
+The conditions are those of ordinary training: all three products in int8, a batch norm with its parameters, and the input's
+integers at hand. Everything else, and every tenth step or so that searches clips or measures directions, goes through the
+operators one by one (block.py). What is saved for backward is the same in both cases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+from byteback.nn.fused.norm import NormGradient
+from byteback.nn.fused.sources import SHARED_RULE, Int8Copy, channels_last, materialize, shared_floats, source_of
+from byteback.ops.backends.registry import backend_of
+from byteback.ops.block_step import BlockShape, block_site
+from byteback.ops.types import Wants
+from byteback.quantize import Moment
+
+_MOST_SITES = 256  # of one layer: one that sees images of every size would fill the memory
+
+enabled = True
+"""False: always the operators one by one. For tests, which compare the two."""
+
+
+def find_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[bool, ...]) -> Any:
+    """The site of this call; None where it does not train in the ordinary way. `wanted(...)` says what the block writes."""
+    call, norm = stages.call, stages.norm
+    layer = call.layer
+    numerics = layer._modules.get("quantizers")
+    if numerics is None or call.slot < 0 or call.bias is not None or not layer.training or not layer.runs_int8() or not enabled:
+        return None
+    if norm.gamma is None or norm.beta is None or norm.running is None or layer.int8_frozen is not None:
+        return None
+    adds, backend = stages.residual is not None, backend_of(x)
+    key = (x.shape, weight.shape, weight.stride(), backend, call.slot, stages.activation, adds, needs, norm.eps)
+    sites = layer.__dict__.setdefault("int8_sites", {})  # a layer that an earlier version has pickled has none
+    if key not in sites:
+        if len(sites) >= _MOST_SITES:
+            sites.clear()
+        sites[key] = _new_site(x, weight, stages, wanted(stages, True, needs[3]), needs)
+    return sites[key]
+
+
+def _new_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[bool, ...]) -> Any:
+    call, norm = stages.call, stages.norm
+    layer, numerics = call.layer, call.layer.quantizers
+    recipe, settings = layer.recipe, numerics.settings
+    in_int8 = recipe.output and recipe.grad_input and recipe.grad_weight
+    if not in_int8 or not (needs[0] and needs[1] and needs[3] and needs[4]):
+        return None
+    if settings["input"].rule != SHARED_RULE or settings["weight"].rule != SHARED_RULE:
+        return None
+    if stages.residual is not None and recipe.residual_memory == "int8":
+        return None
+    names = ["input", "grad_output"]
+    if numerics.grad_output_for_weight is not None:
+        if not numerics.chooses_both:
+            return None
+        names.append("grad_output_for_weight")
+    wants = Wants(wanted.int8, wanted.floats, wanted.mask, wanted.keep)
+    sizes = tuple(x.shape), tuple(weight.shape), weight.stride(), tuple(call.size)
+    shape = BlockShape(*sizes, tuple(call.products), stages.activation, stages.residual is not None, wants, norm.eps)
+    chosen = tuple(settings[name] for name in names)
+    return block_site(x, shape, chosen, not layer.shares_gradient(), call.slot)
+
+
+def forward_step(
+    site: Any, x: Tensor, weight: Tensor, residual: Tensor | None, stages: Any
+) -> tuple[Int8Copy, Tensor | None, list[Any]] | None:
+    """The input's int8 copy, the residual as it was added, and what the site returns; None where it cannot run."""
+    source = source_of(x)
+    if source is None:
+        source = shared_floats(x, SHARED_RULE)
+        if source is None:
+            return None
+    copy, norm = source.int8(), stages.norm
+    added = None if residual is None else channels_last(materialize(residual))
+    numerics = stages.call.layer.quantizers
+    quantizer = numerics._modules["input"]._buffers
+    tensors = (weight, norm.gamma, norm.beta, *norm.running, numerics._buffers["iteration"], *quantizer.values())
+    made = site.forward((copy.q.values, copy.q.scale, copy.clip, copy.counts), added, tensors, norm.momentum)
+    return None if made is None else (copy, added, made)
+
+
+def backward_step(
+    ctx: Any, saved: tuple[Tensor | None, ...], g: Tensor
+) -> tuple[NormGradient, Tensor | None, Tensor | None, tuple[Moment, Tensor] | None] | None:
+    """The norm's gradient, grad_input and grad_weight; or, in place of the products, the moment and the noise key with which
+    the gradient is to be quantized. None where the site cannot run, and then nothing has happened yet."""
+    layer = ctx.layer
+    numerics = layer._modules.get("quantizers")
+    there = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
+    if numerics is None or there != ctx.saved_at or type(g) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return None
+    if backend_of(g) is not ctx.backend or layer.int8_frozen is not None:
+        return None
+    if not numerics.stepped:
+        layer.watch_for_hook()
+    own, modules = numerics._buffers, numerics._modules
+    tensors = [own["seed"], own["layer"], own["count"], own["iteration"], *modules["grad_output"]._buffers.values()]
+    second = modules.get("grad_output_for_weight")
+    if second is not None:
+        tensors += second._buffers.values()
+    needs = ctx.needs_input_grad
+    masks = needs[5] and ctx.activation != "none"
+    counts_itself = ctx.training and not layer.hooked
+    made = ctx.site.backward(g, there[:4] + there[6:], tensors, masks, layer.rank(), counts_itself)
+    if made is None:
+        return None
+    done, now, words, (q, r, gamma, beta, masked, total, squares, grad_input, grad_weight) = made
+    sums = None if total is None else (total, squares)
+    norm = NormGradient(saved[7], q, r, gamma, beta, None, masked, sums)
+    if done:
+        return norm, grad_input, grad_weight, None
+    moment = Moment(torch.tensor(now), ctx.slot, ctx.training)
+    return norm, None, None, (moment, torch.tensor(words))

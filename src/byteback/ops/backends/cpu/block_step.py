@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fused block's training step on the native library: one call for each direction (csrc/bindings/bindings_step.cpp).
+
+`make_site` checks once what does not change from step to step, and makes the library's plans of it. A step then only looks
+whether parameters and buffers are where they were: those that have moved are checked again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from byteback.ops.activations import MASK_GATE, TABLE
+from byteback.ops.backends.cpu import allocator, ledger, library
+from byteback.ops.backends.cpu.addresses import dense, flat, known
+from byteback.ops.backends.cpu.block import STORED, forward_pass
+from byteback.ops.backends.cpu.norm import is_writable
+from byteback.ops.backends.cpu.products import conv_shape
+from byteback.ops.backends.cpu.rows import rows
+from byteback.ops.block_step import BlockShape
+from byteback.ops.contract.layout import dense_strides, is_last_dense, last_strides, lies_last
+from byteback.ops.programs import Averaged, Held
+
+_native: Any = library.native
+# Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
+_threads = torch.get_num_threads
+_tensor_of = allocator.tensor_of
+_FLOAT32, _INT64 = torch.float32, torch.int64
+_HELD, _RATIO, _PAIR = range(3)  # enum class Clips in csrc/bindings/bindings_step.cpp
+_BUFFERS = 6  # of a quantizer
+
+
+class Site:
+    """One call site of a block: the plans of its shapes and of its clip rule, and where its tensors were at the last step."""
+
+    def __init__(self, path: int, plan: Any, gradient: Any, shape: BlockShape, momentum: float, slot: int) -> None:
+        self._path, self._plan, self._gradient, self._slot = path, plan, gradient, slot
+        self._channels, self._weights, self._momentum = shape.size[1], math.prod(shape.weight_size), momentum
+        self._x_strides, self._strides = last_strides(shape.x_size), last_strides(shape.size)
+        self._forward: Any = None
+        self._backward: Any = None
+        self._forward_at: list[int] = []
+        self._backward_at: list[int] = []
+
+    def forward(
+        self,
+        x: tuple[Tensor, Tensor, Tensor, Tensor],
+        residual: Tensor | None,
+        tensors: tuple[Tensor, ...],
+        momentum: float,
+    ) -> list[Any] | None:
+        """ops/block_step.py says what it reads and returns."""
+        values, scale, clip, counts = x
+        if values.stride() != self._x_strides or (residual is not None and residual.stride() != self._strides):
+            return None
+        there = [tensor.data_ptr() for tensor in tensors]
+        if there != self._forward_at:
+            if not self._place_forward(tensors):
+                return None
+            self._forward_at = there
+        made = _native.block_forward(
+            self._path,
+            self._plan,
+            self._forward,
+            known(values),
+            flat(scale, _FLOAT32, 1),
+            flat(clip, _FLOAT32, 1),
+            flat(counts, _INT64, 2),
+            known(residual),
+            momentum,
+            allocator.limit,
+            _threads(),
+        )
+        if made is None:
+            return None
+        library.last_kernel, capsules = made
+        return [None if capsule is None else _tensor_of(capsule) for capsule in capsules]
+
+    def _place_forward(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Checks the tensors and tells the library where they are; False where it cannot use one."""
+        weight, gamma, beta, mean, var, iteration, *buffers = tensors
+        if not is_writable((mean, var)) or not ledger.is_ready(tuple(buffers), self._slot):  # type: ignore[arg-type]
+            return False
+        vectors = {"gamma": gamma, "beta": beta, "running_mean": mean, "running_var": var}
+        self._forward = _native.ForwardTensors(
+            weight=dense(weight, _FLOAT32, self._weights),
+            **{name: flat(vector, _FLOAT32, self._channels) for name, vector in vectors.items()},
+            input=self._row(buffers, self._momentum),
+            iteration=flat(iteration, _INT64, 1),
+        )
+        return True
+
+    def backward(
+        self,
+        g: Tensor,
+        saved: list[int],
+        tensors: tuple[Tensor | None, ...],
+        want_masked: bool,
+        rank: int,
+        counts_iteration: bool,
+    ) -> tuple[bool, int, tuple[int, int], list[Any]] | None:
+        """ops/block_step.py says what it reads and returns."""
+        if g.stride() != self._strides:
+            return None
+        there = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if there != self._backward_at:
+            if not self._place_backward(tensors):
+                return None
+            self._backward_at = there
+        x, x_scale, w, w_scale, mask, a, b, mean, invstd, *kept = saved
+        done, now, word, other, capsules = _native.block_backward(
+            self._path,
+            self._plan,
+            self._backward,
+            self._gradient,
+            known(g),
+            x,
+            x_scale,
+            w,
+            w_scale,
+            mask,
+            a,
+            b,
+            mean,
+            invstd,
+            *(kept if len(kept) > 1 else (kept[0], 0, 0)),
+            want_masked,
+            rank,
+            counts_iteration,
+            allocator.limit,
+            _threads(),
+        )
+        return done, now, (word, other), [None if capsule is None else _tensor_of(capsule) for capsule in capsules]
+
+    def _place_backward(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        seed, layer, count, iteration, *numbers = tensors
+        quantizers = [tuple(numbers[at : at + _BUFFERS]) for at in range(0, len(numbers), _BUFFERS)]
+        if not all(ledger.is_ready(buffers, self._slot) for buffers in quantizers):  # type: ignore[arg-type]
+            return False
+        counters = {"seed": seed, "layer": layer, "count": count, "iteration": iteration}
+        self._backward = _native.BackwardTensors(
+            gradient=self._row(quantizers[0], 0.0),
+            per_channel=self._row(quantizers[-1], 0.0),
+            **{name: flat(number, _INT64, 1) for name, number in counters.items()},
+        )
+        return True
+
+    def _row(self, buffers: Any, momentum: float) -> Any:
+        return _native.QuantizerRow(**ledger.row(tuple(buffers), self._slot), momentum=momentum)
+
+
+def make_site(path: int, shape: BlockShape, settings: tuple[Any, ...], for_tensor: bool, slot: int) -> Site | None:
+    """The site of a block of this shape; None where the operators must run one by one.
+
+    `settings` are those of the input, of the gradient, and of its second copy where there is one.
+    """
+    gradient = _gradient_plan(settings[1:], for_tensor)
+    plan = _plan(shape, settings[0].observe_every)
+    if gradient is None or plan is None:
+        return None
+    return Site(path, plan, gradient, shape, settings[0].momentum, slot)
+
+
+def _plan(shape: BlockShape, observe_every: int) -> Any:
+    """csrc/bindings/bindings_step.cpp's BlockPlan; None for layouts that it does not write."""
+    size, row, wants = shape.size, TABLE[shape.activation], shape.wants
+    weight = torch.empty_strided(shape.weight_size, shape.weight_strides, device="meta")
+    is_last = is_last_dense(weight.shape, weight.stride())
+    if row.is_smooth or 0 in (*shape.x_size, *size) or not (is_last or weight.is_contiguous()) or len(size) > allocator.MOST_AXES:
+        return None
+    # The gradients are channels last where that of the output or the weight is, as PyTorch has it (layout.py).
+    last = lies_last(size, last_strides(size)) or lies_last(weight.shape, weight.stride())
+    grad_input = shape.x_size, dense_strides(list(shape.x_size), last)
+    last = lies_last(size, last_strides(size)) or lies_last(shape.x_size, last_strides(shape.x_size))
+    grad_weight = shape.weight_size, dense_strides(list(shape.weight_size), last)
+    if not is_last_dense(*grad_input) or not is_last_dense(*grad_weight):
+        return None
+    pixels = math.prod(size) // size[1]
+    return _native.BlockPlan(
+        conv=conv_shape(shape.x_size, shape.weight_size, size, shape.geometry),
+        forward=forward_pass(pixels, size[1], shape.activation, STORED[wants.keep], None, shape.adds),
+        gate=MASK_GATE if wants.mask else row.gate,
+        weight=rows(weight)[1],
+        weight_is_last=is_last,
+        int8=wants.int8,
+        floats=wants.float,
+        mask=wants.mask,
+        observe_every=observe_every,
+        eps=shape.eps,
+        output=(size, last_strides(size)),
+        weight_values=(shape.weight_size, last_strides(shape.weight_size)),
+        grad_input=grad_input,
+        grad_weight=grad_weight,
+    )
+
+
+def _gradient_plan(settings: tuple[Any, ...], for_tensor: bool) -> Any:
+    """csrc/bindings/bindings_step.cpp's GradientPlan; None for clip rules that it does not know."""
+    first = settings[0]
+    rule, program = first.rule, first.rule.clip.program()
+    common = {"stochastic": rule.rounding == "stochastic", "observe_every": first.observe_every}
+    if type(program) is Averaged and len(settings) == 2:
+        threshold, keep, add = program
+        return _native.GradientPlan(kind=_PAIR, threshold=threshold, keep=keep, add=add, for_tensor=for_tensor, **common)
+    if type(program) is not Held or len(settings) > 1 or rule.per not in ("tensor", "K"):
+        return None
+    period, band, saturated = program
+    if rule.per == "K" and not band:  # clips per channel that are held themselves
+        return None
+    kind = _RATIO if rule.per == "K" else _HELD
+    return _native.GradientPlan(kind=kind, period=period, band=band, saturated=saturated, **common)
