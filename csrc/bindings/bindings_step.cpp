@@ -4,7 +4,8 @@
 // key, the clip rule's memory, what quantizers write down. Through Python that took longer than the kernels of a small layer.
 //
 // What stays the same from step to step is made once: BlockPlan for the shapes, ForwardTensors and BackwardTensors for
-// parameters and buffers, GradientPlan for the clip rule. A step passes activations and gradients, and gets its results as DLPack capsules.
+// parameters and buffers, GradientPlan for the clip rule.
+// A step passes activations and gradients, and gets its results as DLPack capsules.
 #include <nanobind/nanobind.h>
 
 #include <cmath>
@@ -178,9 +179,9 @@ bool quantize_weight(int path, const BlockPlan& plan, const f32* weight, s8* val
     return seen.nonfinite == 0;
 }
 
-// The results: the kernel's name, and y, the weight's values and scale, a, b, mean, invstd, peak, values, scale, counts, output,
-// mask, kept, step, centre. None where the direction of the input is to be
-// measured, and where the input or the weight is not finite; then nothing was written.
+// The results: the kernel's name, and y, the weight's values and scale, a, b, mean, invstd, peak, values, scale, counts,
+// output, mask, kept, step, centre. None, and nothing was written, where the direction of the input is to be measured,
+// and where the input or the weight is not finite.
 nb::object block_forward(int path, const BlockPlan& plan, const ForwardTensors& of, Address x, Address x_scale, Address x_clip,
                          Address x_counts, Address residual, f64 momentum, s64 limit, int threads) {
     const s64* seen = at<const s64>(x_counts);
@@ -327,8 +328,8 @@ struct GradientCall {
 };
 
 // mask and a to centre as block_forward made them; kept is y where it was kept as floats. The results: whether the products
-// are there, the iteration, the two words of the noise key, and q, r, the gradients of gamma and beta, the masked gradient, Σdx
-// and Σdx² (pairs), grad_input, grad_weight.
+// are there, the iteration, the two words of the noise key, and q, r, the gradients of gamma and beta, the masked gradient,
+// Σdx and Σdx² (pairs), grad_input, grad_weight.
 nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors& of, const GradientPlan& how, Address g,
                          Address x, Address x_scale, Address w, Address w_scale, Address mask, Address a, Address b,
                          Address mean, Address invstd, Address kept, Address step, Address centre, bool want_masked, s64 rank,

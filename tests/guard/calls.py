@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from guard import calls_block, calls_elementwise, calls_products
+from guard import calls_block, calls_elementwise, calls_products, calls_step
 from guard.memory import Arena
 
 ALL: dict[str, Callable[[Arena, int, int], None]] = {
-    call.__name__: call for module in (calls_products, calls_elementwise, calls_block) for call in module.CALLS
+    call.__name__: call for module in (calls_products, calls_elementwise, calls_block, calls_step) for call in module.CALLS
 }
-PRODUCTS = {call.__name__ for call in calls_products.CALLS}  # the other functions of avx512vnni are avx2's
+PRODUCTS = {
+    call.__name__ for call in (*calls_products.CALLS, *calls_step.CALLS)
+}  # the other functions of avx512vnni are avx2's
 STRUCTS = {
     *("ConvShape", "Rows", "Windows", "Pixels", "RoiShape", "Operands", "ForwardPass", "BatchGiven", "BatchMade", "Backward"),
-    *("QuantizePlan", "QuantizedTo", "MagnitudeClips"),
+    *("QuantizePlan", "QuantizedTo", "MagnitudeClips", "BlockPlan", "QuantizerRow", "ForwardTensors", "BackwardTensors"),
+    "GradientPlan",
 }
 """What shapes and addresses are handed over in: they read and write nothing."""
 WITHOUT_MEMORY = {

@@ -121,7 +121,7 @@ def write_ledger(arena: Arena, path: int, threads: int) -> None:
             observed=arena.room(4),
             tracked=arena.room(channels),
             seen=arena.room(1),
-            channels=channels,
+            entries=channels,
             used=arena.positive(clips),
             used_count=clips,
             remembered=arena.positive(channels),

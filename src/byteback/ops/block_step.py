@@ -8,15 +8,18 @@
 such operation, or not for this block. Then nn/fused/block.py calls operators one by one, with the same bits; so it does when a
 clip is to be searched, a direction is measured, or a tensor holds NaN or Inf.
 
-A site has two methods. Each returns None where it cannot run on these tensors, and then it has written nothing.
+A site has these methods. Those that compute return None, and have written nothing, where they cannot run on these tensors.
 
     forward(x, residual, tensors, momentum)
         x          values, scale, clip and counts of the input
         tensors    weight, gamma, beta, running mean and variance, iteration, then the buffers of the input's quantizer
         returns    y, the weight's values and scale, a, b, mean, invstd, peak, values, scale, counts, output, mask, kept, step,
                    centre; None for each that is not wanted
-    backward(g, saved, tensors, want_masked, rank, counts_iteration)
-        saved      addresses of the input's and the weight's values and scales, the mask, a, b, mean, invstd and the kept input
+    places(saved)
+        returns    where tensors are, for backward to see whether they came back as they were saved
+    backward(g, saved, places, tensors, want_masked, rank, counts_iteration)
+        saved      the values and scales of input and weight, two that may be None, the mask, a, b, mean, invstd and the kept
+                   input with its step and centre
         tensors    seed, layer, count and iteration, then the buffers of one or two quantizers
         returns    whether the products are there, the iteration, the noise key's two words, and q, r, the gradients of gamma
                    and beta, the masked gradient, Σdx and Σdx², grad_input, grad_weight

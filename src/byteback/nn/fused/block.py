@@ -32,7 +32,6 @@ from byteback.nn.fused.norm import (
     residual_of,
     scaled_gradient,
 )
-from byteback.nn.fused.step import backward_step, find_site, forward_step
 from byteback.nn.fused.sources import (
     SHARED_RULE,
     Int8Copy,
@@ -45,6 +44,7 @@ from byteback.nn.fused.sources import (
     channels_last,
     materialize,
 )
+from byteback.nn.fused.step import Gradients, backward_step, find_site, forward_step
 from byteback.nn.layers.weights import norm_as_given
 from byteback.nn.quantizing import makes_pairs
 from byteback.nn.undo import current_step
@@ -155,8 +155,7 @@ class FusedBlock(Function):
         site = find_site(x, weight, stages, _wanted, needs) if backs and stages.by_batch else None
         stepped = None if site is None else forward_step(site, x, weight, residual, stages)
         if stepped is not None:
-            source = _stepped(ctx, stages, *stepped)
-            ctx.site, ctx.backend = site, backend_of(x)
+            source = _stepped(ctx, site, stages, *stepped)
         else:
             source = _by_operators(ctx, x, weight, bias, residual, stages, backs, with_grad)
             ctx.site = None
@@ -227,7 +226,7 @@ def _by_operators(
     return source
 
 
-def _stepped(ctx: Any, stages: Stages, copy: Int8Copy, added: Tensor | None, made: list[Any]) -> Source:
+def _stepped(ctx: Any, site: Any, stages: Stages, copy: Int8Copy, added: Tensor | None, made: list[Any]) -> Source:
     """The block from the results of its site; saves what backward needs."""
     y, w, w_scale, a, b, mean, invstd, peak, values, scale, counts, output, mask, kept, step, centre = made
     call, block = stages.call, stages.call.block
@@ -238,7 +237,8 @@ def _stepped(ctx: Any, stages: Stages, copy: Int8Copy, added: Tensor | None, mad
     stored = (y,) if kept is None else (kept,) if step is None else (kept, step, centre)
     saved = (copy.q.values, copy.q.scale, w, w_scale, None, None, mask, a, b, mean, invstd, *stored)
     _save(ctx, stages, saved)
-    ctx.saved_at = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
+    ctx.saved_at = site.places(saved)
+    ctx.site, ctx.backend = site, backend_of(y)
     return source
 
 
@@ -318,22 +318,32 @@ def _tensors(kept: Any) -> tuple[Tensor, ...]:
 
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: unpacking may recompute them
-    g, activation, needs = channels_last(grad_output), ctx.activation, ctx.needs_input_grad
+    g, needs = channels_last(grad_output), ctx.needs_input_grad
     stepped = None if ctx.site is None else backward_step(ctx, saved, g)
-    norm, grad_input, grad_weight, begun = stepped or (None, None, None, None)
-    if grad_weight is None:
-        kept, mask, state, y = Operands(*saved[:6]), saved[6], NormState(*saved[7:11]), saved[11:]
-        # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
-        y = y if len(y) > 1 else y[0] if y else g
-        norm = norm or _norm_gradient(ctx, g, y, state, mask)
-        if norm.masked is not None:
-            g, mask, activation = norm.masked, None, "none"
-        parts = ops.GradientParts(g, y, state.a, state.b, mask, activation, norm.p, norm.q, norm.r)
-        grad_input, grad_weight = backward_products(ctx, kept, BlockGradient(parts, norm.sums), needs, begun)
-    elif norm.masked is not None:
-        g = norm.masked
+    if stepped is not None and stepped.products is not None:
+        norm, products = stepped.norm, stepped.products
+    else:
+        norm, products = _gradients_by_operators(ctx, saved, g, stepped)
+    g = g if norm.masked is None else norm.masked
     wanted = zip((norm.bias, norm.gamma, norm.beta, g), needs[2:6], strict=True)
-    return grad_input, grad_weight, *(grad if needed else None for grad, needed in wanted)
+    return *products, *(grad if needed else None for grad, needed in wanted)
+
+
+def _gradients_by_operators(
+    ctx: Any, saved: tuple[Tensor, ...], g: Tensor, stepped: Gradients | None
+) -> tuple[NormGradient, tuple[Tensor | None, Tensor | None]]:
+    """The norm's gradient and the products'. `stepped`: what a site has computed of them."""
+    kept, state, stored = Operands(*saved[:6]), NormState(*saved[7:11]), saved[11:]
+    mask: Tensor | None = saved[6]
+    # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
+    y: Any = stored if len(stored) > 1 else stored[0] if stored else g
+    norm = _norm_gradient(ctx, g, y, state, mask) if stepped is None else stepped.norm
+    activation = ctx.activation
+    if norm.masked is not None:
+        g, mask, activation = norm.masked, None, "none"
+    parts = ops.GradientParts(g, y, state.a, state.b, mask, activation, norm.p, norm.q, norm.r)
+    begun = None if stepped is None else stepped.begun
+    return norm, backward_products(ctx, kept, BlockGradient(parts, norm.sums), ctx.needs_input_grad, begun)
 
 
 def _norm_gradient(ctx: Any, g: Tensor, y: Any, state: NormState, mask: Tensor | None) -> NormGradient:

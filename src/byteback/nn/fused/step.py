@@ -8,11 +8,10 @@ operators one by one (block.py). What is saved for backward is the same in both 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
 
 from byteback.nn.fused.norm import NormGradient
 from byteback.nn.fused.sources import SHARED_RULE, Int8Copy, channels_last, materialize, shared_floats, source_of
@@ -87,17 +86,22 @@ def forward_step(
     return None if made is None else (copy, added, made)
 
 
-def backward_step(
-    ctx: Any, saved: tuple[Tensor | None, ...], g: Tensor
-) -> tuple[NormGradient, Tensor | None, Tensor | None, tuple[Moment, Tensor] | None] | None:
-    """The norm's gradient, grad_input and grad_weight; or, in place of the products, the moment and the noise key with which
-    the gradient is to be quantized. None where the site cannot run, and then nothing has happened yet."""
+class Gradients(NamedTuple):
+    """The norm's gradient and the products'; or, in place of the products, when and by which noise key the gradient of the
+    convolution's output is to be quantized for them."""
+
+    norm: NormGradient
+    products: tuple[Tensor | None, Tensor | None] | None
+    begun: tuple[Moment, Tensor] | None
+
+
+def backward_step(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> Gradients | None:
+    """The gradients of a block whose forward pass was a site's; None, and nothing has happened, where the site cannot run."""
     layer = ctx.layer
     numerics = layer._modules.get("quantizers")
-    there = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
-    if numerics is None or there != ctx.saved_at or type(g) is not Tensor or torch._C._len_torch_dispatch_stack():
+    if numerics is None or type(g) is not Tensor or torch._C._len_torch_dispatch_stack() or layer.int8_frozen is not None:
         return None
-    if backend_of(g) is not ctx.backend or layer.int8_frozen is not None:
+    if backend_of(g) is not ctx.backend:
         return None
     if not numerics.stepped:
         layer.watch_for_hook()
@@ -106,16 +110,14 @@ def backward_step(
     second = modules.get("grad_output_for_weight")
     if second is not None:
         tensors += second._buffers.values()
-    needs = ctx.needs_input_grad
-    masks = needs[5] and ctx.activation != "none"
+    masks = ctx.needs_input_grad[5] and ctx.activation != "none"
     counts_itself = ctx.training and not layer.hooked
-    made = ctx.site.backward(g, there[:4] + there[6:], tensors, masks, layer.rank(), counts_itself)
+    made = ctx.site.backward(g, saved, ctx.saved_at, tensors, masks, layer.rank(), counts_itself)
     if made is None:
         return None
     done, now, words, (q, r, gamma, beta, masked, total, squares, grad_input, grad_weight) = made
-    sums = None if total is None else (total, squares)
-    norm = NormGradient(saved[7], q, r, gamma, beta, None, masked, sums)
+    norm = NormGradient(saved[7], q, r, gamma, beta, None, masked, None if total is None else (total, squares))
     if done:
-        return norm, grad_input, grad_weight, None
-    moment = Moment(torch.tensor(now), ctx.slot, ctx.training)
-    return norm, None, None, (moment, torch.tensor(words))
+        return Gradients(norm, (grad_input, grad_weight), None)
+    moment = Moment(torch.tensor(now, device=g.device), ctx.slot, ctx.training)
+    return Gradients(norm, None, (moment, torch.tensor(words, device=g.device)))

@@ -92,7 +92,7 @@ class Int8Layer(_Base):
         if self.scaling is not None:
             self.scaling.drop(self)
         for attribute in OWN_ATTRIBUTES:
-            del self.__dict__[attribute]
+            self.__dict__.pop(attribute, None)  # a layer that an earlier version has pickled lacks the youngest
         self.__dict__.pop("int8_block", None)
         self.__class__ = self.float_class  # type: ignore[assignment]
 

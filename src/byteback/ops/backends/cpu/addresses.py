@@ -107,6 +107,11 @@ def known(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def places(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Where tensors are, to compare with where they were: those that have not moved need no second check."""
+    return [0 if x is None else x.data_ptr() for x in tensors]
+
+
 def _refuse(x: Tensor, dtype: torch.dtype, count: int, how: str) -> NoReturn:
     error = TypeError if x.dtype is not dtype else ValueError
     raise error(

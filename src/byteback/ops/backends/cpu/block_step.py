@@ -15,7 +15,7 @@ from torch import Tensor
 
 from byteback.ops.activations import MASK_GATE, TABLE
 from byteback.ops.backends.cpu import allocator, ledger, library
-from byteback.ops.backends.cpu.addresses import dense, flat, known
+from byteback.ops.backends.cpu.addresses import dense, flat, known, places
 from byteback.ops.backends.cpu.block import STORED, forward_pass
 from byteback.ops.backends.cpu.norm import is_writable
 from byteback.ops.backends.cpu.products import conv_shape
@@ -31,6 +31,7 @@ _tensor_of = allocator.tensor_of
 _FLOAT32, _INT64 = torch.float32, torch.int64
 _HELD, _RATIO, _PAIR = range(3)  # enum class Clips in csrc/bindings/bindings_step.cpp
 _BUFFERS = 6  # of a quantizer
+Saved = tuple[Tensor | None, ...]
 
 
 class Site:
@@ -56,7 +57,7 @@ class Site:
         values, scale, clip, counts = x
         if values.stride() != self._x_strides or (residual is not None and residual.stride() != self._strides):
             return None
-        there = [tensor.data_ptr() for tensor in tensors]
+        there = places(tensors)
         if there != self._forward_at:
             if not self._place_forward(tensors):
                 return None
@@ -93,24 +94,30 @@ class Site:
         )
         return True
 
+    @staticmethod
+    def places(saved: Saved) -> list[int]:
+        """Where the tensors are that were saved for backward."""
+        return places(saved)
+
     def backward(
         self,
         g: Tensor,
-        saved: list[int],
+        saved: Saved,
+        saved_at: list[int],
         tensors: tuple[Tensor | None, ...],
         want_masked: bool,
         rank: int,
         counts_iteration: bool,
     ) -> tuple[bool, int, tuple[int, int], list[Any]] | None:
         """ops/block_step.py says what it reads and returns."""
-        if g.stride() != self._strides:
+        if g.stride() != self._strides or places(saved) != saved_at:
             return None
-        there = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        there = places(tensors)
         if there != self._backward_at:
             if not self._place_backward(tensors):
                 return None
             self._backward_at = there
-        x, x_scale, w, w_scale, mask, a, b, mean, invstd, *kept = saved
+        x, x_scale, w, w_scale, _, _, mask, a, b, mean, invstd, *kept = saved_at
         done, now, word, other, capsules = _native.block_backward(
             self._path,
             self._plan,
@@ -169,7 +176,12 @@ def _plan(shape: BlockShape, observe_every: int) -> Any:
     size, row, wants = shape.size, TABLE[shape.activation], shape.wants
     weight = torch.empty_strided(shape.weight_size, shape.weight_strides, device="meta")
     is_last = is_last_dense(weight.shape, weight.stride())
-    if row.is_smooth or 0 in (*shape.x_size, *size) or not (is_last or weight.is_contiguous()) or len(size) > allocator.MOST_AXES:
+    if (
+        row.is_smooth
+        or 0 in (*shape.x_size, *size)
+        or not (is_last or weight.is_contiguous())
+        or len(size) > allocator.MOST_AXES
+    ):
         return None
     # The gradients are channels last where that of the output or the weight is, as PyTorch has it (layout.py).
     last = lies_last(size, last_strides(size)) or lies_last(weight.shape, weight.stride())

@@ -15,8 +15,8 @@ from torch import Tensor
 from byteback import ops
 from byteback.ops.backends import paths
 from byteback.ops.backends.cpu import ledger, library
-from byteback.ops.backends.cpu.block_step import make_site
 from byteback.ops.backends.cpu.addresses import flat
+from byteback.ops.backends.cpu.block_step import make_site
 from byteback.ops.backends.reference.quantizer import Entry, Made, Steps
 from byteback.ops.block_step import BlockShape
 from byteback.ops.dispatch import is_plain
