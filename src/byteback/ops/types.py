@@ -155,6 +155,34 @@ class BatchGradient(NamedTuple):
     sums: tuple[Tensor, Tensor] | None
 
 
+Before = Tensor | None
+"""Magnitude-aware clips of the last time; None at the first."""
+
+
+class Clips(NamedTuple):
+    """The clip of the tensor, (1, 1, 1, ...), those of its channels, (1, C, 1, ...), and the share of each that is Gaussian."""
+
+    one: Tensor
+    each: Tensor
+    gaussian_one: Tensor | float
+    gaussian_each: Tensor | float
+
+    def of(self, copy: int) -> tuple[Tensor, Tensor | float]:
+        """The clip and the Gaussian share of the first or the second copy."""
+        return (self.each, self.gaussian_each) if copy else (self.one, self.gaussian_one)
+
+
+class Paired(NamedTuple):
+    """int8 copies under clips: (values, scale) by one clip (None if not wanted) and by a clip per channel; how many values
+    each cut off, and how many are NaN or Inf."""
+
+    clips: Clips
+    one: tuple[Tensor, Tensor] | None
+    each: tuple[Tensor, Tensor]
+    saturated: tuple[int, int]
+    nonfinite: int
+
+
 Pair = tuple[int, int]
 
 

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from byteback.ops.activations import TABLE
 from byteback.ops.contract import layout
+from byteback.ops.programs import Averaged
 from byteback.ops.types import (
     BatchGradient,
     BatchNorm,
+    Before,
+    Clips,
     Coefficients,
     Extremes,
     GradientParts,
@@ -26,6 +29,7 @@ from byteback.ops.types import (
     Normalized,
     NormalizedBatch,
     Pair,
+    Paired,
     ProductCall,
     Quantized,
     Residual,
@@ -336,3 +340,27 @@ def take_pixels(x: Tensor, stride: Pair) -> Tensor | None:
 def spread_pixels(y: Tensor, size: Sequence[int], stride: Pair) -> Tensor | None:
     """PyTorch's own avg_pool2d is used."""
     return None
+
+
+# ---- magnitude-aware clips -------------------------------------------------------------------------------------------
+
+
+def magnitude_clips(
+    rule: Averaged, x: Tensor, peak: Tensor, total: Tensor, squares: Tensor, before_one: Before, before_each: Before
+) -> Clips:
+    return Clips(x.new_empty((1,) * x.dim()), _column(x), x.new_empty((), dtype=_FLOAT64), x.new_empty((), dtype=_FLOAT64))
+
+
+def gradient_pair(
+    rule: Averaged,
+    parts: GradientParts,
+    sums: tuple[Tensor, Tensor],
+    before_one: Before,
+    before_each: Before,
+    key: Tensor | None,
+    want_one: bool,
+) -> Paired:
+    g = parts.g
+    clips = magnitude_clips(rule, g, *sums, sums[0], before_one, before_each)
+    one = (_like(g, _INT8), g.new_empty((1,) * g.dim())) if want_one else None
+    return Paired(clips, one, (_like(g, _INT8), _column(g)), (0, 0), 0)

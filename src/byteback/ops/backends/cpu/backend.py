@@ -6,9 +6,9 @@ from __future__ import annotations
 import functools
 
 from byteback.ops.backends import reference
-from byteback.ops.backends.cpu import block, block_grad, norm, pooling, products, quantize, statistics
+from byteback.ops.backends.cpu import block, block_grad, magnitude, norm, pooling, products, quantize, statistics
 
-_FAMILIES = (products, quantize, statistics, block, norm, block_grad, pooling)
+_FAMILIES = (products, quantize, statistics, block, norm, block_grad, magnitude, pooling)
 FUNCTIONS = {name: next(getattr(f, name) for f in _FAMILIES if name in vars(f)) for name in reference.__all__}
 """Each function of a backend, with the path as its first parameter."""
 

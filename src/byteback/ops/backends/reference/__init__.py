@@ -21,6 +21,7 @@ from byteback.ops.backends.reference.block_grad import (
     normalize_grad_sums,
     normalize_grad_tails,
 )
+from byteback.ops.backends.reference.magnitude import gradient_pair, magnitude_clips
 from byteback.ops.backends.reference.norm import gradient_sums, norm_coefficients, norm_folded, norm_gradient, norm_invstd
 from byteback.ops.backends.reference.pooling import has_max_pool, max_pool, max_pool_grad, spread_pixels, take_pixels
 from byteback.ops.backends.reference.products import matmul_int8, product, product_plan
@@ -46,8 +47,10 @@ __all__ = [
     "cosine_slope_terms",
     "cosine_terms",
     "dot_terms",
+    "gradient_pair",
     "gradient_sums",
     "has_max_pool",
+    "magnitude_clips",
     "matmul_int8",
     "max_pool",
     "max_pool_grad",
