@@ -24,8 +24,7 @@ def check_int8(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype != torch.int8:
             raise TypeError(
-                f"{op}: {name} has dtype {tensor.dtype}, but must be int8. "
-                "Quantize it first with byteback.ops.quantize."
+                f"{op}: {name} has dtype {tensor.dtype}, but must be int8. Quantize it first with byteback.ops.quantize."
             )
 
 

@@ -42,7 +42,7 @@ def refuse_transforms(name: str, *tensors: Tensor) -> None:
     if torch._C._is_tracing():
         raise RuntimeError(
             f"{name}: torch.jit.trace cannot record an int8 layer, because its scales depend on the data; trace the float "
-            "model (byteback.restore(copy.deepcopy(model))), or use torch.export for the int8 model."
+            "model (byteback.restore(copy.deepcopy(model))), or export the int8 model with torch.export."
         )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
@@ -59,5 +59,5 @@ def refuse_script(name: str) -> None:
     """Raises the error of torch.jit.script."""
     raise RuntimeError(
         f"{name}: torch.jit.script cannot compile a layer of a prepared model; script the float model "
-        "(byteback.restore(copy.deepcopy(model))), or use torch.export for the int8 model."
+        "(byteback.restore(copy.deepcopy(model))), or export the int8 model with torch.export."
     )

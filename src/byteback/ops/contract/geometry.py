@@ -67,7 +67,7 @@ def whole(op: str, name: str, value: Any) -> Any:
 
     >>> whole("absmax", "axis", 1.0)
     Traceback (most recent call last):
-    TypeError: absmax: axis must be an integer, but got 1.0, a float. ...
+    TypeError: absmax: axis is 1.0, a float, ...
     """
     if type(value) is int or isinstance(value, torch.SymInt):
         number = value
@@ -78,8 +78,7 @@ def whole(op: str, name: str, value: Any) -> Any:
             number = operator.index(value)
         except TypeError:
             raise TypeError(
-                f"{op}: {name} must be an integer, but got {value!r}, a {type(value).__name__}. It counts pixels, channels "
-                "or axes. Pass an integer."
+                f"{op}: {name} is {value!r}, a {type(value).__name__}, but it counts pixels, channels or axes. Pass an integer."
             ) from None
     if isinstance(number, int) and not -MOST <= number <= MOST:
         raise ValueError(
