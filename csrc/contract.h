@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numeric contract for one element: what a clip means, how a number is rounded, the noise, and the order of float64 sums.
-// Each is defined here and nowhere else; contract_vector.h has the same for vectors. src/byteback/ops has it in Python.
+// The numeric contract for one element: clips, rounding, noise, and the order of float64 sums. In C++ they are defined only
+// here; contract_vector.h has the same for vectors. src/byteback/ops/contract has them in Python.
 //
-// In an anonymous namespace: each file compiles its own copy, or the linker could hand one path's code to another.
+// In an anonymous namespace, so that each file compiles its own copy: the linker could use the code of one path in another.
 #pragma once
 
 #include <cmath>
@@ -59,7 +59,7 @@ inline s8 quantized(f32 value, f32 clip, f32 u, Report& seen) {
     return is_live(clip) && !std::isnan(y) ? static_cast<s8>(y) : s8{0};
 }
 
-// ---- noise (ops/noise.py) --------------------------------------------------------------------------------------------
+// ---- noise (ops/contract/noise.py) -----------------------------------------------------------------------------------
 
 constexpr u32 kPairStride = 0x9E3779B1u;
 constexpr u32 kMixFirst = 0x85EBCA6Bu, kMixSecond = 0xC2B2AE35u;
@@ -81,9 +81,9 @@ inline f32 uniform(const Noise& noise, s64 channels, s64 row, s64 c) {
     return (static_cast<f32>(c % 2 ? h >> 16 : h & 0xFFFFu) + 0.5f) * (1.0f / 65536.0f);
 }
 
-// ---- ordered sums (ops/statistics.py) --------------------------------------------------------------------------------
-// A channel's sum adds the rows of each block of 64 one after the other, then the blocks as a halving tree: block i with block
-// i + n/2, n a power of two, missing rows and blocks being +0. A sum over the tensor adds the channels by the same tree.
+// ---- ordered sums (ops/backends/reference/statistics.py) -------------------------------------------------------------
+// The sum of a channel adds the rows of each block of 64 in order, then the blocks as a halving tree: block i and block i +
+// n/2, n a power of two. Missing rows and blocks are +0. A sum over the tensor adds the channels by the same tree.
 
 constexpr s64 kStatisticsBlock = 64;
 

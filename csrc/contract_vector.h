@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numeric contract (contract.h) for vectors: clips and what is counted, noise, and float64 sums. Compiled once per path,
-// behind its vectors (core/x86/vector_*.h).
+// The numeric contract (contract.h) for vectors: clips and counts, noise, and float64 sums. Compiled once per path, after its
+// vectors (core/x86/vector_*.h).
 #pragma once
 
 #include <cstring>

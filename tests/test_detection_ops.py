@@ -193,7 +193,7 @@ def test_native_roi_align_of_nothing_and_of_nonsense() -> None:
     assert detection_ops.roi_align(x, wild, 1.0, 2, 2, 2, True).shape == (3, 3, 2, 2)
     assert not detection_ops.roi_align(x, wild[2:], 1.0, 2, 2, -1, True).any()  # turned inside out: no samples
     for image in (-1.0, 2.0):
-        with pytest.raises(ValueError, match="the map holds 2"):
+        with pytest.raises(ValueError, match="the map has 2 images"):
             detection_ops.roi_align(x, torch.tensor([[image, 0, 0, 3, 3]]), 1.0, 2, 2, 2, True)
     with pytest.raises(ValueError, match=r"boxes \[K, 5\]"):
         detection_ops.roi_align(x, torch.zeros(2, 4), 1.0, 2, 2, 2, True)
@@ -217,7 +217,7 @@ def test_another_default_dtype_changes_nothing() -> None:
 def test_a_box_of_no_image_is_refused() -> None:
     for index in (1.0, -1.0, float("nan")):
         rois = torch.tensor([[index, 0.0, 0.0, 4.0, 4.0]])
-        with pytest.raises(ValueError, match="name images"):
+        with pytest.raises(ValueError, match="the boxes are of images"):
             detection_ops.roi_align(torch.rand(1, 2, 8, 8), rois, 1.0, 2, 2, 2, True)
 
 

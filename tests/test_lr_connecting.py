@@ -65,7 +65,7 @@ def test_connecting_twice_is_an_error() -> None:
     model = network()
     optimizer = SGD(model.parameters(), lr=0.1)
     byteback.scale_learning_rates(optimizer, model)
-    with pytest.raises(ValueError, match=r"'1' is connected already.*remove"):
+    with pytest.raises(ValueError, match=r"'1' is already connected.*remove"):
         byteback.scale_learning_rates(optimizer, model)
 
 
@@ -73,7 +73,7 @@ def test_another_optimizer_is_an_error_while_the_first_one_exists() -> None:
     model = network()
     first = SGD(model.parameters(), lr=0.1)
     byteback.scale_learning_rates(first, model)
-    with pytest.raises(ValueError, match=r"'1' is connected already, to another optimizer \(SGD\).*remove"):
+    with pytest.raises(ValueError, match=r"'1' is already connected to another optimizer \(SGD\).*remove"):
         byteback.scale_learning_rates(torch.optim.Adam(model.parameters()), model)
     assert model[1].scaling.optimizer() is first, "and it stays connected"
 
@@ -197,7 +197,7 @@ def test_one_optimizer_has_one_pair_of_hooks() -> None:
     model = with_head()
     optimizer = SGD(model[2].parameters(), lr=0.1)
     byteback.scale_learning_rates(optimizer, model)
-    with pytest.raises(ValueError, match=r"'0.1' is connected already, to this optimizer.*remove"):
+    with pytest.raises(ValueError, match=r"'0.1' is already connected to this optimizer.*remove"):
         byteback.scale_learning_rates(optimizer, model)
     model[0].requires_grad_(True)
     other = SGD(model[2].parameters(), lr=0.1)
@@ -210,7 +210,7 @@ def test_one_optimizer_has_one_pair_of_hooks() -> None:
 
 
 def test_an_optimizer_of_another_model_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"SGD holds none of this model's 2 int8 weights"):
+    with pytest.raises(ValueError, match=r"SGD has none of the 2 int8 weights of this model"):
         byteback.scale_learning_rates(SGD(network().parameters(), lr=0.1), network())
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all bindings share: a tensor comes as an address, and a function is called in the version of the path that is asked for.
+// Shared by all bindings: a tensor is passed as an address, and a function is called in the version of the given path.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ T* at(Address address) {
 }  // namespace
 }  // namespace byteback
 
-// BYTEBACK_CALL(name, arguments...) picks the elementwise function of this name by `path`. avx512vnni has none of its own;
+// BYTEBACK_CALL(name, arguments...) calls the elementwise function of this name for `path`. avx512vnni uses those of avx2:
 // every path but the generic one runs on a machine with AVX2.
 #ifdef BYTEBACK_AVX2
 #define BYTEBACK_CALL(name, ...) \

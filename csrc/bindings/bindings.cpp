@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The native module. With the other bindings_*.cpp the only file that knows Python. Tensors come as raw addresses, by name and
-// checked on the Python side (ops/backends/cpu/addresses.py), shapes as structs (structs.h), and the interpreter's lock is
-// released while a kernel runs. Here: the paths, and the products.
+// The native module. Only the files bindings_*.cpp use Python. Tensors are passed as raw addresses, by name and checked on the
+// Python side (ops/backends/cpu/addresses.py), shapes as structs (structs.h). The GIL is released while a kernel runs. This
+// file binds the paths and the products.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The passes of norm.h as a training step takes them, one call for each direction of a block (ops/backends/cpu/block.py,
-// block_grad.py): between two passes there is little arithmetic, and the way through Python would take longer. Also the pools.
-// An address of 0 stands for a tensor that is not there.
+// The passes of norm.h for a training step, one call for each direction of a block (ops/backends/cpu/block.py, block_grad.py):
+// between two passes there is little arithmetic, and a return to Python would take longer. Also the pools. An address of 0
+// means that there is no tensor.
 #include <nanobind/nanobind.h>
 
 #include <vector>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// detect.h for Python (ops/backends/cpu/detect.py), which has checked and laid out the tensors behind the addresses.
+// detect.h for Python (ops/backends/cpu/detect.py), which checks the tensors and their layout.
 #include <nanobind/nanobind.h>
 
 #include "bindings/address.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The passes of norm.h one by one, for Python (ops/backends/cpu/block.py, block_grad.py, norm.py), and the arithmetic per
-// channel between them. An address of 0 stands for a tensor that is not there.
+// The single passes of norm.h for Python (ops/backends/cpu/block.py, block_grad.py, norm.py), and the arithmetic per channel
+// between them. An address of 0 means that there is no tensor.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 

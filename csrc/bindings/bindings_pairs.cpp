@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a gradient's two copies need, for Python (ops/backends/cpu): of floats that are there, or of the fused block's gradient,
-// which is not written. Of each pair, one belongs to the single clip of the tensor, the other to the clips per channel.
+// The two int8 copies of a gradient, for Python (ops/backends/cpu): of a float tensor, or of the gradient of a fused block,
+// which is not stored. In each pair, one copy has a single clip for the tensor, the other has clips per channel.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pool for Python (ops/backends/cpu/allocator.py). A block leaves as a DLPack capsule, the one door to a tensor with sizes
-// and strides that needs neither PyTorch's headers nor its dispatcher; when the tensor's storage dies, in whichever thread, the
-// block comes back.
+// The pool for Python (ops/backends/cpu/allocator.py). A block is returned as a DLPack capsule, the only way to create a tensor
+// with sizes and strides that needs neither PyTorch's headers nor its dispatcher. When the storage of the tensor is freed, in
+// any thread, the block returns to the pool.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// New tensors for Python, made by the pool (bindings_pool.cpp). Needs Python's lock.
+// Creates tensors for Python from the pool (bindings_pool.cpp). The caller must hold the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantization and statistics for Python (ops/backends/cpu/quantize.py, statistics.py), and what a step does with few numbers.
+// Quantization and statistics for Python (ops/backends/cpu/quantize.py, statistics.py), and the arithmetic of csrc/quantizer.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The structs of structs.h and of the kernels as Python classes, made from named fields.
+// The structs of structs.h and of the kernels as Python classes, which are created from named fields.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 

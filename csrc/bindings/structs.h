@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Python hands over besides single addresses: structs that bindings_structs.cpp binds as classes, with named fields. Those
-// that describe a shape are made once for it; the others hold the tensors of one call. An address of 0 stands for a tensor that
-// is not there. Types of the kernels (ConvShape, Rows, Windows, Pixels, RoiShape) are bound as they are.
+// Structs that Python passes besides single addresses. bindings_structs.cpp binds them as classes with named fields. Structs
+// that describe a shape are created once per shape; the others contain the tensors of one call. An address of 0 means that
+// there is no tensor. Types of the kernels (ConvShape, Rows, Windows, Pixels, RoiShape) are bound directly.
 #pragma once
 
 #include "bindings/address.h"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of a convolution's output before it leaves the caches. A kernel that is given an epilogue hands it pieces of the
-// product's rows, and writes no product of its own. There are two:
-//   with_epilogue    norm, residual, activation, int8 (norm.h's `normalize`, with the same bits), for predictions
-//   with_statistics  the rows are written, and counted for each channel (`channel_stats`, with the same bits), for training
+// Epilogues process the output of a convolution while it is in the caches. A kernel with an epilogue passes pieces of the rows
+// of the product to it, and does not write the product itself. There are two:
+//   with_epilogue    norm, residual, activation, int8 (`normalize` of norm.h, with the same bits), for predictions
+//   with_statistics  writes the rows and computes statistics per channel (`channel_stats`, with the same bits), for training
 #pragma once
 
 #include "block/norm.h"

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Max-pool of channels-last images, which remembers for every output which tap of its window was the largest: one byte, and
-// backward needs nothing else (PyTorch keeps eight bytes and the input).
+// Max-pool of channels-last images. It saves the index of the largest tap of each window, one byte per output; backward needs
+// nothing else (PyTorch saves eight bytes and the input).
 //
-// The bits are PyTorch's: of equal values the first in the window counts, a NaN beats everything, and the gradients of windows
-// that meet in a pixel are added in the order of the windows.
+// The bits are those of PyTorch: of equal values the first in the window is chosen, NaN is larger than any number, and if
+// several windows choose the same pixel, their gradients are added in the order of the windows.
 #pragma once
 
 #include <algorithm>

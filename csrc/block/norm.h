@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The elementwise passes of the fused training block: convolution → BatchNorm → (residual add) → activation → int8.
-// src/byteback/ops/normalize_reference.py says the same in PyTorch; every float32 operation rounds once, in the order written.
+// The PyTorch version is in src/byteback/ops/backends/reference. Every float32 operation rounds once, in the order written.
 //
-// Tensors are dense channels-last rows (pixels in N, D, H, W order) of channels. Vectors hold one float32 per channel.
+// Tensors are dense channels-last rows (pixels in N, D, H, W order) of channels. Vectors have one float32 per channel.
 // A mask has one bit per element, 1 where the gradient passes: byte c / 8 of a row of ceil(C / 8) bytes, bit c % 8.
 #pragma once
 

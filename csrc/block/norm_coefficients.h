@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arithmetic of a norm per channel (ops/coefficients.py has the formulas and the reference): a few hundred float64
-// operations, which as PyTorch calls would take longer than a small layer's pass. All paths share it.
+// The arithmetic of a norm per channel (src/byteback/ops/norm.py has the formulas): a few hundred float64 operations, which
+// would take longer in PyTorch than the pass of a small layer. All paths use this code.
 #pragma once
 
 #include "core/types.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The passes of norm.h as a textbook would write them.
+// The passes of norm.h in simple loops.
 #include <cmath>
 #include <cstring>
 #include <limits>

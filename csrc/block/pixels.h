@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every stride-th pixel of a channels-last image, and the gradient of that: a pool of single pixels, which is how a residual
-// network skips pixels beside a strided convolution (ops/pixels.py). Numbers are only moved, so all paths share it.
+// Takes every stride-th pixel of a channels-last image, and its gradient: a pool of single pixels, which residual networks use
+// in the shortcut of a strided convolution (src/byteback/ops/pooling.py). Numbers are only copied, so all paths use this code.
 #pragma once
 
 #include "core/types.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The three products as the outside sees them: they ask the planner and call the kernel that it chose.
+// The interface of the three products. They call the kernel that the planner chooses.
 #pragma once
 
 #include "block/epilogue.h"
@@ -8,16 +8,16 @@
 
 namespace byteback {
 
-// Each returns the name of the kernel that served, such as "avx2/winograd".
+// Each returns the name of the kernel that ran, such as "avx2/winograd".
 const char* conv_output(Path, const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads);
 const char* conv_grad_input(Path, const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
 const char* conv_grad_weight(Path, const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
 
-// The output in the hands of an epilogue; null where no kernel of the path can do that, and then nothing was done.
+// Computes the output and passes it to an epilogue. Returns null, and does nothing, if no kernel of the path supports that.
 const char* conv_with_epilogue(Path, const ConvShape&, const s8* x, const s8* w, Factor, const Epilogue&, int threads);
 
-// The output and its statistics for each channel in one go. Null where no kernel of the path can do that, or where the output
-// is so small that it is as well read again; then nothing was done.
+// Computes the output and its statistics per channel in one pass. Returns null, and does nothing, if no kernel of the path
+// supports that, or if the output is so small that reading it again is as fast.
 const char* conv_with_stats(Path, const ConvShape&, const s8* x, const s8* w, Factor, f32* y, const Statistics&, int threads);
 
 }  // namespace byteback

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The three products of a convolution as a textbook would write them: loops, and a sum that is wide enough.
+// The three products of a convolution in simple loops.
 //
 //   output[n,o,k]      = Σ_{t,c} x[n, o*stride - padding + t*dilation, c] * w[k,t,c]
 //   grad_input[n,i,c]  = Σ_{t,k} g[n, (i + padding - t*dilation)/stride, k] * w[k,t,c]      where the division is even
 //   grad_weight[k,t,c] = Σ_{n,o} g[n,o,k] * x[n, o*stride - padding + t*dilation, c]
 //
-// Sums run in s64: no depth can overflow. o, i and t stand for the three spatial indices.
+// Sums are s64 and cannot overflow. o, i and t each stand for the three spatial indices.
 #include <vector>
 
 #include "core/generic.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The planner: which algorithm is used for a product of a given shape on a given path, and why. One readable place.
+// The planner: decides which algorithm is used for a product of a given shape on a given path, and why.
 #pragma once
 
 #include "core/path.h"

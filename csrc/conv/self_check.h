@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A start-up test of a path on the machine at hand: small products, compared with the generic path bit for bit, and sums as
-// deep as an int32 holds, whose outcome is known.
+// Tests a path at start-up on the current machine: small products, compared with the generic path bit for bit, and the longest
+// sums that fit in int32, whose results are known.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace byteback {
 
-// Empty if all is well, else what differs. The path must be able to run. Takes about three milliseconds.
+// Returns an empty string if all results are correct, else what differs. The path must be able to run. Takes about 3 ms.
 std::string self_check(Path);
 
 }  // namespace byteback

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two operators of object detection that torchvision brings in C++, for where its library cannot be loaded. Float32.
+// The two detection operators that torchvision has in C++, used if its library cannot be loaded. Float32.
 //
-// nms        which boxes survive when a better one covers them
-// roi_align  for every box a small grid of bilinear samples of a feature map, and the gradient of that
+// nms        non-maximum suppression: which boxes are kept
+// roi_align  for every box a small grid of bilinear samples of a feature map, and its gradient
 #pragma once
 
 #include "core/types.h"

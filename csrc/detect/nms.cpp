@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Greedy suppression: each kept box goes once over those after it. Coordinates lie in arrays of their own, so that the inner
-// loop runs in vectors without a branch; the quotient is formed as it is defined, because a product would round differently.
+// Greedy suppression: each kept box is compared once with those after it. Each coordinate has its own array, so that the inner
+// loop is vectorized without a branch. The IoU is computed by a division, because a product would round differently.
 #include <algorithm>
 #include <vector>
 

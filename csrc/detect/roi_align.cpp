@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A bin's value is the mean of its samples, each a bilinear mix of four pixels. The weight of a pixel is a product of one for
-// its row and one for its column, so each axis of a box is worked out once, as a few taps (pixel, weight) per bin:
+// The value of a bin is the mean of its samples, each a bilinear mix of four pixels. The weight of a pixel is the product of a
+// weight for its row and one for its column, so each axis of a box is computed once, as a few taps (pixel, weight) per bin:
 //
 //     output[bin_y][bin_x] = Σ over taps_y Σ over taps_x  weight_y * weight_x * input[row][column]
 //
-// Samples of one bin that read the same pixel share a tap: boxes that are small on their map cost less.
-// Forward, threads share the boxes; back, they share the channels, so that no two of them add to the same number.
+// Samples of one bin that read the same pixel share a tap, so small boxes take less time. In forward the boxes are divided
+// among threads, in backward the channels, so that no two threads add to the same number.
 #include <algorithm>
 #include <cmath>
 #include <vector>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantize and its statistics as a textbook would write them; src/byteback/ops/{reference,statistics,noise}.py in C++.
+// Quantize and its statistics in simple loops, as in src/byteback/ops/backends/reference/{quantize,statistics}.py.
 //
-// Statistics are made of blocks of 64 rows, as the contract adds them (contract.h): `per_block` makes a number of each, and the
-// callers join them.
+// Statistics are computed in blocks of 64 rows, as the contract requires (contract.h): `per_block` computes a number for each
+// block, and the callers combine them.
 #include <algorithm>
 #include <cmath>
 #include <vector>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What quantize and the statistics share: the meaning of a clip, and how rows of channels are cut into units of work.
+// Shared by quantize and the statistics: the definition of a clip, and how rows of channels are split into units of work.
 //
-// In an anonymous namespace: each path compiles its own copy, or the linker could hand AVX2 code to a machine without it.
+// In an anonymous namespace, so that each path compiles its own copy: the linker could use AVX2 code on a machine without it.
 #pragma once
 
 #include "contract.h"

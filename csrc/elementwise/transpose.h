@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the transposes of all paths share: matrices are cut into blocks that fit the cache, and threads take blocks.
+// Shared by the transposes of all paths: matrices are split into blocks that fit in the cache, and threads process blocks.
 //
 // Within a block both sides are read and written in whole cache lines, whatever the order of its elements.
 // In an anonymous namespace: each path compiles its own copy.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From one memory format to the other, block by block.
+// Converts between memory formats, block by block.
 #include "core/generic.h"
 #include "elementwise/transpose.h"
 

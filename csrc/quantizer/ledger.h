@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The small change of a training step, which as PyTorch calls would take longer than a small layer: the key of a gradient's
-// noise, and what a quantizer writes down (ops/noise.py and ops/ledger.py are the reference). All paths share it.
+// Small computations of a training step that would take longer in PyTorch than a small layer: the noise key of a gradient, and
+// the update of quantizer state (the reference is in ops/contract/noise.py and ops/backends/reference/quantizer.py). All paths
+// use it.
 #pragma once
 
 #include <array>

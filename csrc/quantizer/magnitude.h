@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Magnitude-aware clips from a gradient's statistics (ops/magnitude.py has the rule and the reference): a little arithmetic per
-// channel, which as PyTorch calls would take longer than counting a small layer's tails. All paths share it.
+// Magnitude-aware clips from the statistics of a gradient (ops/magnitude.py has the rule and the reference): a little
+// arithmetic per channel, which would take longer in PyTorch than counting the tails of a small layer. All paths use it.
 #pragma once
 
 #include "core/types.h"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m byteback, for where the console script is not on the path."""
+"""python -m byteback: the same as the console script, also if that is not on the path."""
 
 from byteback.cli import main
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nms and roi_align with the meaning of torchvision's C++ kernels, for where its library cannot be loaded.
+"""nms and roi_align with the results of torchvision's C++ kernels, used if its library cannot be loaded.
 
-torchvision_compat registers them as torchvision's own, so the float and the int8 side of a comparison both use them. Float32
-on the CPU runs natively (ops/backends/cpu/detect.py); other tensors, and builds without the native library, take a few lines
-of PyTorch.
+torchvision_compat registers them as torchvision's operators, so both sides of a comparison, float and int8, use them. Float32
+tensors on the CPU use native kernels (ops/backends/cpu/detect.py). Other tensors, and builds without the native library, use
+PyTorch code.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from byteback.ops.backends.cpu import detect
 from byteback.ops.backends.registry import same_device
 
-_NMS_ROWS = 512  # bounds the overlap table to 512 x boxes: RPNs ask for thousands of boxes at once
+_NMS_ROWS = 512  # limits the overlap table to 512 x boxes: RPNs pass thousands of boxes at once
 
 
 def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Indices of the boxes that survive, best score first; of equal scores the earlier box goes first."""
+    """Returns the indices of the boxes that are kept, sorted by descending score; of equal scores the earlier box is first."""
     if dets.dim() != 2 or dets.shape[1] != 4 or scores.shape != dets.shape[:1]:
         raise ValueError(
             f"torchvision::nms: boxes have shape {tuple(dets.shape)} and scores {tuple(scores.shape)}; "
@@ -36,7 +36,7 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 def roi_align(
     input: Tensor, rois: Tensor, spatial_scale: float, height: int, width: int, sampling_ratio: int, aligned: bool
 ) -> Tensor:
-    """The mean of bilinear samples in every bin of `height` x `width` of every box (image, x1, y1, x2, y2)."""
+    """Returns the mean of bilinear samples in each of `height` x `width` bins of every box (image, x1, y1, x2, y2)."""
     if input.dim() != 4 or rois.dim() != 2 or rois.shape[1] != 5:
         raise ValueError(
             f"torchvision::roi_align: the map has shape {tuple(input.shape)} and the boxes {tuple(rois.shape)}. Pass a map "
@@ -47,15 +47,15 @@ def roi_align(
         return _plain_roi_align(input, rois, spatial_scale, height, width, sampling_ratio, aligned)
     if len(rois) and not (rois[:, 0].min() >= 0 and rois[:, 0].max() < len(input)):
         raise ValueError(
-            f"torchvision::roi_align: the boxes name images {rois[:, 0].min():g} to {rois[:, 0].max():g}, but the map "
-            f"holds {len(input)}. The first number of a box is the index of its image."
+            f"torchvision::roi_align: the boxes are of images {rois[:, 0].min():g} to {rois[:, 0].max():g}, but the map "
+            f"has {len(input)} images. The first number of a box is the index of its image."
         )
     out: Tensor = _RoiAlign.apply(input, rois.detach(), spatial_scale, (height, width), sampling_ratio, aligned)
     return out
 
 
 class _RoiAlign(torch.autograd.Function):
-    """The native kernels; boxes get no gradient, as in torchvision."""
+    """Calls the native kernels. Boxes get no gradient, as in torchvision."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,7 @@ class _RoiAlign(torch.autograd.Function):
 
 
 def _plain_nms(boxes: Tensor, iou_threshold: float) -> Tensor:
-    """Which of the boxes, best first, survive."""
+    """Returns which boxes are kept. The boxes are sorted by descending score."""
     kept = torch.ones(len(boxes), dtype=torch.bool, device=boxes.device)
     for start in range(0, len(boxes), _NMS_ROWS):
         overlaps = _iou(boxes[start : start + _NMS_ROWS], boxes[start:]).double() > iou_threshold  # as in C++: not rounded
@@ -94,7 +94,7 @@ def _iou(one: Tensor, other: Tensor) -> Tensor:
 def _plain_roi_align(
     input: Tensor, rois: Tensor, spatial_scale: float, height: int, width: int, sampling_ratio: int, aligned: bool
 ) -> Tensor:
-    """Each output bin is a weighted sum of pixels: embedding_bag sums them without a copy of every sample."""
+    """Computes each output bin as a weighted sum of pixels. embedding_bag sums them without a copy of every sample."""
     _, channels, rows, columns = input.shape
     boxes = rois.detach()[:, 1:] * spatial_scale - (0.5 if aligned else 0.0)
     y, y_weight = _samples(boxes[:, 1], boxes[:, 3], height, rows, sampling_ratio, aligned)
@@ -109,14 +109,14 @@ def _plain_roi_align(
 
 
 def _samples(start: Tensor, end: Tensor, bins: int, size: int, sampling_ratio: int, aligned: bool) -> tuple[Tensor, Tensor]:
-    """Along one axis: the pixels every bin reads, and their weights, both [rois, bins, 2 x samples]."""
+    """Returns the pixels that every bin reads along one axis, and their weights, both [rois, bins, 2 x samples]."""
     length = (end - start if aligned else (end - start).clamp(min=1.0))[:, None, None]
     count = torch.full_like(length, sampling_ratio) if sampling_ratio > 0 else (length / bins).ceil()
     per_bin = count.clamp(min=1.0)
     sample = torch.arange(int(per_bin.max()) if len(per_bin) else 1, device=start.device)
     bin_ = torch.arange(bins, device=start.device)[:, None]
     position = start[:, None, None] + (bin_ + (sample + 0.5) / per_bin) * (length / bins)
-    # As in the C++ kernel: up to one pixel outside the image takes the border's value, further out counts as zero.
+    # As in the C++ kernel: up to one pixel outside the image a sample has the value of the border, further out it is zero.
     used = (sample < count) & (position >= -1.0) & (position <= size)
     position = position.clamp(0, size - 1)
     low = position.long()

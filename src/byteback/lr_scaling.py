@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scale_learning_rates: a per-layer learning-rate factor, as a pair of hooks around the optimizer's step.
+"""scale_learning_rates: learning-rate factors per layer, applied by two hooks around the step of the optimizer.
 
-A scaled gradient is not a scaled learning rate: under momentum, weight decay or Adam the two differ. So the step is taken
-as it is, and then shortened:
+Scaling the gradient is not the same as scaling the learning rate: with momentum, weight decay or Adam the results differ. So
+the optimizer takes its step as usual, and the hooks scale the change of the weights:
 
-    before the step   keep w0 = w
-    after the step    w = w0 + φ · (w - w0), nothing where φ is 1
+    before the step   save w0 = w
+    after the step    w = w0 + φ · (w - w0), nothing if φ is 1
 
-Schedulers, parameter groups, foreach and fused variants and gradient accumulation never notice. The same hooks count
-iterations, let several ranks agree on what they measured (nn/ranks.py), and drop the gradients of a step that met NaN or Inf
-where the recipe says on_nonfinite="skip".
+This works with schedulers, parameter groups, foreach and fused variants and gradient accumulation. The same hooks count
+iterations, share measurements between ranks (nn/ranks.py), and drop the gradients of a step with NaN or Inf if the recipe has
+on_nonfinite="skip".
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from byteback.nn.undo import Watch, drop_step, end_step
 
 
 class LearningRateScaling:
-    """The installed hooks. `factors()` tells what they do now, `skipped` how many steps were dropped."""
+    """The installed hooks. `factors()` returns the current factors, `skipped` is the number of dropped steps."""
 
     def __init__(self, optimizer: Optimizer, layers: dict[str, Int8Layer], model: nn.Module, process_group: Any = None) -> None:
         self.layers = layers
         self.model = model
         self.skipped = 0
-        self._optimizer = weakref.ref(optimizer)  # the optimizer holds us by its hooks; it must be free to go
+        self._optimizer = weakref.ref(optimizer)  # its hooks refer to this object; a strong reference would keep it alive
         self._process_group = process_group
         self._before: list[tuple[list[Int8Layer], Tensor, Any]] = []
         self._handles: list[Any] = [
@@ -51,16 +51,16 @@ class LearningRateScaling:
             layer.hooked, layer.scaling = True, self
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is connected to nothing: neither to the optimizer nor to other processes.
+        # A copy is not connected to the optimizer, nor to other processes.
         nothing: dict[str, Any] = {"_optimizer": _gone, "_process_group": None, "_before": [], "_handles": []}
         return {**self.__dict__, **nothing}
 
     def factors(self) -> dict[str, float]:
-        """The learning-rate factor of every layer."""
+        """Returns the learning-rate factor of every layer."""
         return {name: layer.learning_rate_factor() for name, layer in self.layers.items()}
 
     def remove(self) -> None:
-        """Takes the hooks off the optimizer."""
+        """Removes the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
         for layer in self.layers.values():
@@ -68,18 +68,18 @@ class LearningRateScaling:
         self.layers = {}
 
     def release(self, layer: Int8Layer) -> None:
-        """Lets go of one layer."""
+        """Disconnects one layer."""
         self.layers = {name: other for name, other in self.layers.items() if other is not layer}
         layer.hooked, layer.scaling = False, None
 
     def drop(self, layer: Int8Layer) -> None:
-        """Lets go of one layer, which turns float; with the last one the hooks go too."""
+        """Disconnects a layer that becomes float. Removes the hooks after the last layer."""
         self.release(layer)
         if not self.layers:
             self.remove()
 
     def optimizer(self) -> Optimizer | None:
-        """The optimizer that has the hooks; None if it no longer exists."""
+        """Returns the optimizer that has the hooks; None if it no longer exists."""
         return self._optimizer()
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ class LearningRateScaling:
             for owners in self._by_weight()
             if owners[0].weight.grad is not None or (closure is not None and owners[0].weight.requires_grad)
         ]
-        # With a closure the gradients, and so the factors, come only during the step.
+        # With a closure, the gradients and so the factors are only computed during the step.
         known = [None] * len(stepped) if closure is not None else _factors(stepped)
         self._before = [
             (owners, _shard(owners[0].weight).clone(), factor)
@@ -136,7 +136,7 @@ class LearningRateScaling:
         end_step(self.model)
 
     def _by_weight(self) -> list[list[Int8Layer]]:
-        """The layers, those that share a weight together: its step is shortened once."""
+        """Returns the layers in groups that share a weight, because its step is scaled only once."""
         owners: dict[int, list[Int8Layer]] = {}
         for layer in self.layers.values():
             owners.setdefault(id(layer.weight), []).append(layer)
@@ -145,7 +145,7 @@ class LearningRateScaling:
     # ---- several ranks, and on_nonfinite="skip" ----
 
     def _judge_gradients(self, optimizer: Optimizer) -> None:
-        """Once the gradients are there: ranks agree on what they measured, and drop a step that met NaN or Inf together."""
+        """Shares measurements between ranks, once all gradients exist, and drops the step on all ranks if it has NaN or Inf."""
         layers = list(dict.fromkeys(_int8_modules(self.model)))
         if ranks.are_several(self._process_group):
             bad = ranks.agree(layers, self._process_group)
@@ -156,21 +156,21 @@ class LearningRateScaling:
             self._drop_gradients(optimizer)
 
     def _drop_gradients(self, optimizer: Optimizer) -> None:
-        # Also those of other optimizers of this model: a step is dropped whole.
+        # Also the gradients of other optimizers of this model: the whole step is dropped.
         own = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for parameter in (*self.model.parameters(), *own):
             parameter.grad = None
         drop_step(self.model)
         self.skipped += 1
         warnings.warn(
-            f"byteback: NaN or Inf met while quantizing, so this step's gradients were dropped (skipped {self.skipped} so "
-            "far). Many of these in a row mean that training has diverged: lower the learning rate.",
+            f"byteback: found NaN or Inf while quantizing, so the gradients of this step were dropped ({self.skipped} steps "
+            "skipped so far). If this happens many times in a row, training has diverged: lower the learning rate.",
             stacklevel=2,
         )
 
 
 def _int8_modules(model: nn.Module) -> list[Int8Layer]:
-    """The int8 layers of a model as it is now; a layer that is there twice may come twice. Cheaper than model.modules()."""
+    """Returns the int8 layers that a model has now. A layer may be listed twice. Faster than model.modules()."""
     found, waiting = [], [model]
     while waiting:
         module = waiting.pop()
@@ -182,7 +182,7 @@ def _int8_modules(model: nn.Module) -> list[Int8Layer]:
 
 
 def _factors(groups: list[list[Int8Layer]]) -> list[Any]:
-    """The smallest factor of each group of layers, those that share a weight: numbers, or tensors where a look costs time."""
+    """Returns the smallest factor of each group of layers that share a weight: numbers, or tensors if reading them is slow."""
     found = iter(factors([layer for owners in groups for layer in owners]))
     own = [[next(found) for _ in owners] for owners in groups]
     if any(isinstance(factor, Tensor) for row in own for factor in row):
@@ -194,17 +194,17 @@ def _factors(groups: list[list[Int8Layer]]) -> list[Any]:
 
 
 def _is_one(factor: Any) -> bool:
-    """Whether a step is taken as it is; a factor that is a tensor is not looked at."""
+    """Whether a factor is known to be 1. The value of a tensor is not read."""
     return not isinstance(factor, Tensor) and factor == 1.0
 
 
 def _shard(weight: Tensor) -> Tensor:
-    """What this rank holds of a weight: all of it, or its part of a DTensor (FSDP2)."""
+    """Returns the part of a weight on this rank: all of it, or the local part of a DTensor (FSDP2)."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _gone() -> None:
-    """The reference to an optimizer that does not exist."""
+    """A reference to an optimizer that no longer exists."""
 
 
 def _parameters(optimizer: Any) -> set[int]:
@@ -212,15 +212,15 @@ def _parameters(optimizer: Any) -> set[int]:
 
 
 def scale_learning_rates(optimizer: Optimizer, model: nn.Module, *, process_group: Any = None) -> LearningRateScaling:
-    """Connects an optimizer with a prepared model; call it once, after both exist.
+    """Connects an optimizer with a prepared model. Call it once, after both were created.
 
-    Needed by recipes with a learning-rate rule and by on_nonfinite="skip"; for the others it only counts iterations. A model
-    whose optimizer is gone can be connected to a new one. Frozen int8 layers that no optimizer holds are connected too: they
-    count its steps.
+    Recipes with a learning-rate rule and on_nonfinite="skip" need it. For other recipes it only counts iterations. If the
+    optimizer of a model no longer exists, the model can be connected to a new one. Int8 layers whose weight does not require
+    gradients, and which are not connected to another optimizer, are connected too: they count its steps.
 
-    With several ranks (torch.distributed is initialized) the ranks agree on factors, clips and skipped steps in every step,
-    by two small collectives. `process_group` is the group of ranks that train this model together, each of which has to call
-    step() when the others do; default: all ranks.
+    With several ranks (torch.distributed is initialized), all ranks get the same factors, clips and skipped steps in every
+    step, by two small collectives. `process_group` is the group of ranks that train this model together (default: all ranks).
+    All of them must call step() at the same time.
 
     >>> import byteback
     >>> model = byteback.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), "unified-int8")
@@ -230,50 +230,50 @@ def scale_learning_rates(optimizer: Optimizer, model: nn.Module, *, process_grou
     """
     wrappers = _unwrap(optimizer)
     inner, every = wrappers[-1], int8_layers(model, "scale_learning_rates")
-    # ZeroRedundancyOptimizer's inner one has only the weights that this rank steps; the others come from other ranks.
+    # The inner optimizer of ZeroRedundancyOptimizer has only the weights that this rank updates; other ranks send the rest.
     owned = set().union(*map(_parameters, wrappers))
     if owned.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise ValueError(
-            f"scale_learning_rates: {type(inner).__name__} holds none of this model's {len(every)} int8 weights and no other "
-            "parameter of it, so it never steps this model. Build the optimizer from model.parameters() of this very model."
+            f"scale_learning_rates: {type(inner).__name__} has none of the {len(every)} int8 weights of this model and no "
+            "other parameter of it, so it never updates this model. Create the optimizer from its model.parameters()."
         )
     mine = {name: layer for name, layer in every.items() if id(layer.weight) in owned}
     _refuse_second(inner, model, mine)
     for old in _hooks(inner, model):
-        old.remove()  # it had nothing to scale
-    # Nobody steps a frozen weight, but its layer may pass gradients on, and then has to know when a step is over.
+        old.remove()  # it has no layers
+    # A weight without requires_grad is never updated, but its layer may compute grad_input, and then needs to count steps.
     frozen = [name for name, layer in every.items() if not layer.weight.requires_grad and _optimizer_of(layer) is None]
     layers = {name: layer for name, layer in every.items() if name in mine or name in frozen}
     return LearningRateScaling(inner, layers, model, process_group)
 
 
 def _hooks(optimizer: Optimizer, model: nn.Module) -> list[LearningRateScaling]:
-    """The pairs of hooks that connect this optimizer with this model already."""
+    """Returns the hooks that already connect this optimizer with this model."""
     owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
     return [owner for owner in owners if isinstance(owner, LearningRateScaling) and owner.model is model]
 
 
 def _optimizer_of(layer: Int8Layer) -> Optimizer | None:
-    """The optimizer that a layer is connected to, if it still exists."""
+    """Returns the optimizer that a layer is connected to; None if there is none or it no longer exists."""
     return None if layer.scaling is None else layer.scaling.optimizer()
 
 
 def _refuse_second(optimizer: Optimizer, model: nn.Module, mine: dict[str, Int8Layer]) -> None:
-    """An error where an optimizer that exists steps one of the layers already."""
+    """Raises an error if one of the layers is already connected to an optimizer that still exists."""
     if _taken(optimizer, model, mine) is not None:
-        gc.collect()  # an optimizer that only a cycle of objects refers to is gone, too
+        gc.collect()  # frees an optimizer that is only part of a reference cycle
     taken = _taken(optimizer, model, mine)
     if taken is not None:
         name, other = taken
         who = "this optimizer" if other is optimizer else f"another optimizer ({type(other).__name__}), which still exists"
         raise ValueError(
-            f"scale_learning_rates: {name!r} is connected already, to {who}; a second pair of hooks would count and scale its "
+            f"scale_learning_rates: {name!r} is already connected to {who}; a second pair of hooks would count and scale its "
             "steps twice. Keep the first one, or call .remove() on it."
         )
 
 
 def _taken(optimizer: Optimizer, model: nn.Module, mine: dict[str, Int8Layer]) -> tuple[str, Optimizer] | None:
-    """A layer that an optimizer steps already, and that optimizer."""
+    """Returns a layer that is already connected, and its optimizer; None if there is none."""
     for name, layer in mine.items():
         other = _optimizer_of(layer)
         if other is not None and id(layer.weight) in _parameters(other):
@@ -282,7 +282,7 @@ def _taken(optimizer: Optimizer, model: nn.Module, mine: dict[str, Int8Layer]) -
 
 
 def _unwrap(optimizer: Any) -> list[Any]:
-    """Wrappers such as accelerate's, from the outside in; last the optimizer whose step() really updates the weights."""
+    """Returns the wrappers of an optimizer, such as accelerate's, from outer to inner. The last one updates the weights."""
     wrappers = [optimizer]
     for _ in range(8):
         inner = getattr(wrappers[-1], "optimizer", None) or getattr(wrappers[-1], "optim", None)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one room that gets torchvision imported, whichever wheel of it is installed.
+"""Imports torchvision, whichever wheel of it is installed.
 
-A torchvision wheel built for CUDA cannot load its C++ library next to CPU torch, and then
-`import torchvision` dies with "operator torchvision::nms does not exist". Only in that case this room
-declares the operators torchvision needs to be imported; the two that detection models call, nms and
-roi_align, are those of detection_ops.py.
+A torchvision wheel built for CUDA cannot load its C++ library next to CPU torch, and then `import torchvision` fails with
+"operator torchvision::nms does not exist". Only in that case this module declares the operators that torchvision needs to be
+imported. The two that detection models call, nms and roi_align, are implemented in detection_ops.py.
 
-Everything else in Byteback gets torchvision from `load()`, never by importing it at the top of a file.
+All other code in Byteback gets torchvision from `load()` and never imports it at the top of a file.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 from byteback import detection_ops
 
-# qnms has no kernel: torchvision only asks for its name while it is being imported.
+# qnms has no kernel: torchvision only needs its name during the import.
 _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -27,12 +26,12 @@ _SCHEMAS = {
     "int sampling_ratio, bool aligned) -> Tensor",
 }
 
-# torch forgets a declared operator when its Library object is collected.
+# torch removes a declared operator when its Library object is freed.
 _library: torch.library.Library | None = None
 
 
 def load() -> ModuleType:
-    """Import torchvision, declaring the operators its wheel lacks if (and only if) it needs that; idempotent."""
+    """Imports torchvision. Declares the operators that its wheel lacks, only if that is needed. Can be called again."""
     imported = sys.modules.get("torchvision")
     if imported is not None:
         return imported
@@ -43,8 +42,8 @@ def load() -> ModuleType:
         if error.name != "torchvision":
             raise
         raise ImportError(
-            "byteback.torchvision_compat.load: torchvision is not installed; the networks, image transforms and data "
-            "sets of the reference trainer come from it. Install it: pip install byteback[train]",
+            "byteback.torchvision_compat.load: torchvision is not installed; the reference trainer needs it for "
+            "networks, image transforms and data sets. Install it: pip install byteback[train]",
             name="torchvision",
         ) from error
     except RuntimeError as error:
@@ -58,7 +57,7 @@ def load() -> ModuleType:
 
 
 def _forget_failed_import() -> None:
-    """Python drops the failed package but keeps its submodules, which would mix into the next import."""
+    """Removes submodules of a failed import. Python removes only the package, and the next import would use them."""
     for name in [name for name in sys.modules if name.startswith("torchvision.")]:
         del sys.modules[name]
 
@@ -69,8 +68,8 @@ def _declare_missing_operators() -> None:
     _library = _library or torch.library.Library("torchvision", "FRAGMENT")
     for name in missing:
         _library.define(_SCHEMAS[name])
-    # torchvision registers its own shape function for nms, which an implicit composite kernel would forbid;
-    # roi_align is to be differentiated through its steps, which only an implicit composite kernel allows.
+    # torchvision registers its own shape function for nms, which is an error with an implicit composite kernel. Autograd must
+    # differentiate the steps of roi_align, which only works with an implicit composite kernel.
     if "nms" in missing:
         _library.impl("nms", detection_ops.nms, "CompositeExplicitAutograd")
     if "roi_align" in missing:
@@ -78,14 +77,14 @@ def _declare_missing_operators() -> None:
 
 
 def _let_torchvision_call_them() -> None:
-    """Lift the "C++ library is loaded" guard where our operators stand in, and only there.
+    """Disables the check "C++ library is loaded" for the operators that we implement, and only for them.
 
-    deform_conv2d and its like keep torchvision's own clear error. Without this roi_align would go through
-    torch.compile, which needs a C++ compiler on the machine.
+    deform_conv2d and similar operators keep the clear error of torchvision. Without this, roi_align would use torch.compile,
+    which needs a C++ compiler on the machine.
     """
     for name in ("boxes", "roi_align"):
         vars(sys.modules[f"torchvision.ops.{name}"]).update(_assert_has_ops=_true, _has_ops=_true)
 
 
-def _true() -> bool:  # not a lambda: torchvision's exporters compile it with TorchScript
+def _true() -> bool:  # not a lambda, because the exporters of torchvision compile it with TorchScript
     return True

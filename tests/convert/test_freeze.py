@@ -210,7 +210,7 @@ def test_a_checkpoint_is_refused_before_anything_is_loaded() -> None:
     model, other = byteback.freeze(trained()), trained(seed=8)
     before, expected = state(model), predict(model)
     for checkpoint in (other.state_dict(), byteback.float_state_dict(other)):
-        with pytest.raises(RuntimeError, match=r"first\.conv1: weights are loaded into a layer that is frozen"):
+        with pytest.raises(RuntimeError, match=r"first\.conv1: cannot load weights into a layer that is frozen"):
             model.load_state_dict(checkpoint)
         assert_untouched(model, before)
     with pytest.raises(RuntimeError, match="frozen"):
@@ -246,7 +246,7 @@ def by_parameter(layer: nn.Module) -> None:
 def test_a_change_that_can_be_seen_is_an_error(change: Callable[[nn.Module], None]) -> None:
     model = byteback.freeze(trained())
     change(model.first.conv2)
-    with pytest.raises(RuntimeError, match=r"first\.conv2: its weight was written to or replaced while the layer is frozen"):
+    with pytest.raises(RuntimeError, match=r"first\.conv2: the weight was changed or replaced while the layer is frozen"):
         predict(model)
     byteback.freeze(model)
     expected = trained()
@@ -257,7 +257,7 @@ def test_a_change_that_can_be_seen_is_an_error(change: Callable[[nn.Module], Non
 def test_other_weights_by_functional_call_are_an_error() -> None:
     model = byteback.freeze(trained())
     doubled = {name: 2.0 * parameter.detach() for name, parameter in model.named_parameters()}
-    with torch.no_grad(), pytest.raises(RuntimeError, match="written to or replaced while the layer is frozen"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="changed or replaced while the layer is frozen"):
         torch.func.functional_call(model, doubled, (X,))
 
 

@@ -168,7 +168,7 @@ def test_a_state_with_one_clip_is_not_taken_over() -> None:
     before = byteback.prepare(network(1), UnifiedInt8(depthwise_shares=False))
     steps(model, 2), steps(before, 2)
     state = copy.deepcopy(before.state_dict())
-    with pytest.warns(UserWarning, match=r"1\.three\.conv\.quantizers\.grad_output: the checkpoint remembers 2 numbers"):
+    with pytest.warns(UserWarning, match=r"1\.three\.conv\.quantizers\.grad_output: the checkpoint has 2 numbers"):
         model.load_state_dict(state)
     quantizer = model[1].three.conv.quantizers.grad_output
     assert not any(buffer.any() for buffer in quantizer.buffers())

@@ -98,5 +98,5 @@ def test_wrong_arguments_are_refused() -> None:
         ops.normalize_grad_tails(parts, torch.ones(4), torch.tensor(1.0))
     with pytest.raises(ValueError, match="clip_per_channel has shape"):
         ops.normalize_grad_quantize_pair(parts, torch.tensor(1.0), v, None)
-    with pytest.raises(ValueError, match="one number for each"):
+    with pytest.raises(ValueError, match="one number per channel"):
         ops.normalize_grad_quantize_pair(parts._replace(p=torch.ones(2)), torch.tensor(1.0), column(v, x), None)

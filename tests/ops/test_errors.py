@@ -139,12 +139,12 @@ def test_scales_that_vary_along_a_spatial_axis_are_refused(op: str, argument: st
 @pytest.mark.parametrize(
     ("op", "argument", "shape", "have", "want"),
     [
-        ("conv_int8", "x", (3, 1, 1, 1), "3 entries along N", "has 2"),
-        ("conv_int8", "w", (63, 1, 1, 1), "63 entries along K", "has 64"),
-        ("conv_int8_grad_input", "g", (4, 1, 1, 1), "4 entries along N", "has 2"),
-        ("conv_int8_grad_input", "w", (1, 5, 1, 1), "5 entries along C", "has 4"),
-        ("conv_int8_grad_weight", "g", (1, 32, 1, 1), "32 entries along K", "has 64"),
-        ("conv_int8_grad_weight", "x", (1, 8, 1, 1), "8 entries along C", "has 4"),
+        ("conv_int8", "x", (3, 1, 1, 1), "size 3 along N", "has size 2"),
+        ("conv_int8", "w", (63, 1, 1, 1), "size 63 along K", "has size 64"),
+        ("conv_int8_grad_input", "g", (4, 1, 1, 1), "size 4 along N", "has size 2"),
+        ("conv_int8_grad_input", "w", (1, 5, 1, 1), "size 5 along C", "has size 4"),
+        ("conv_int8_grad_weight", "g", (1, 32, 1, 1), "size 32 along K", "has size 64"),
+        ("conv_int8_grad_weight", "x", (1, 8, 1, 1), "size 8 along C", "has size 4"),
     ],
 )
 def test_scales_of_the_wrong_length_are_refused(op: str, argument: str, shape: tuple[int, ...], have: str, want: str) -> None:

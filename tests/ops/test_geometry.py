@@ -57,7 +57,7 @@ def test_numbers_that_are_no_integers_are_refused(op: str, wrong: Any, path: str
     with paths.path(path):
         product(op)  # a plan that 1.0 and True would be equal to
         for name in ("stride", "padding", "dilation", "groups"):
-            with pytest.raises(TypeError, match=rf"{op}: {name} has the value .*Pass an integer"):
+            with pytest.raises(TypeError, match=rf"{op}: {name} is .*Pass an integer"):
                 product(op, **{name: wrong})
 
 
@@ -77,7 +77,7 @@ def test_numbers_that_fit_no_image_are_refused(op: str, name: str, wrong: Any, p
 def test_huge_numbers_are_refused(op: str, huge: int, path: str) -> None:
     for name in ("stride", "padding", "dilation", "groups"):
         for value in (huge,) if name == "groups" else (huge, [1, huge]):
-            with paths.path(path), pytest.raises(ValueError, match=f"{op}: {name} has the value {huge}, but the largest"):
+            with paths.path(path), pytest.raises(ValueError, match=f"{op}: {name} is {huge}, but must be at most"):
                 product(op, **{name: value})
 
 
@@ -125,7 +125,7 @@ def test_an_axis_or_rank_that_is_no_integer_is_refused(wrong: Any, path: str) ->
             (lambda: ops.quantize_max(x, wrong), "quantize_max: axis"),
             (lambda: ops.noise_key(number, number, number, wrong), "noise_key: rank"),
         ):
-            with pytest.raises(TypeError, match=f"{op} has the value"):
+            with pytest.raises(TypeError, match=f"{op} is .*Pass an integer"):
                 call()
         assert ops.absmax(x, np.int64(1)).shape == (1, 3) and ops.quantize_max(x, np.int64(1))[1].shape == (1, 3)
 

@@ -109,7 +109,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
     x, window = torch.randn(2, 3, 8, 8), Window((2, 2), (2, 2), (0, 0), (1, 1))
     y, taps = max_pool(x, window)
     for g in (torch.randn(2, 3, 4, 5), y.double()):
-        with pytest.raises(ValueError, match="does not belong to windows over an image of shape"):
+        with pytest.raises(ValueError, match="does not fit the pooling of an image of shape"):
             max_pool_grad(g, taps, x.shape, window)
 
 

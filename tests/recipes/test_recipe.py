@@ -101,7 +101,7 @@ def test_from_dict_names_an_unknown_type_and_what_to_do():
 
 
 def test_from_dict_refuses_what_is_not_a_recipe():
-    with pytest.raises(ValueError, match="describe a TensorRule, not a recipe"):
+    with pytest.raises(ValueError, match="expected the data of a Recipe, but got a TensorRule"):
         Recipe.from_dict({"type": "TensorRule"})
 
 
@@ -188,8 +188,8 @@ def test_recipe_that_obeys_the_scale_rule_trains_a_layer(fields):
         ({"momentum": 0.0}, "momentum is 0.0"),
         ({"momentum": 1.5}, "momentum is 1.5"),
         ({"observe_every": 0}, ".*observe_every 0"),
-        ({"input": TensorRule(rounding="stochastic")}, "input.rounding is 'stochastic'.*Round it to nearest"),
-        ({"weight": TensorRule(rounding="stochastic")}, "weight.rounding is 'stochastic'.*Round it to nearest"),
+        ({"input": TensorRule(rounding="stochastic")}, "input.rounding is 'stochastic'.*Use rounding='nearest'"),
+        ({"weight": TensorRule(rounding="stochastic")}, "weight.rounding is 'stochastic'.*Use rounding='nearest'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -272,12 +272,12 @@ def test_user_written_recipe_survives_json():
 
 def test_clip_rule_without_choose_says_so():
     layer = Int8Conv2d(1, 1, 1, recipe=Recipe(grad_output=TensorRule(ClipRule())))
-    with pytest.raises(NotImplementedError, match=r"ClipRule\.choose: a clip rule must say how it chooses its clip"):
+    with pytest.raises(NotImplementedError, match=r"ClipRule\.choose: a clip rule must implement choose"):
         layer(torch.ones(1, 1, 2, 2)).sum().backward()
 
 
 def test_learning_rate_rule_without_factor_says_so():
-    with pytest.raises(NotImplementedError, match=r"LearningRateRule\.factor: a learning-rate rule must say how"):
+    with pytest.raises(NotImplementedError, match=r"LearningRateRule\.factor: a learning-rate rule must implement factor"):
         LearningRateRule().factor(0.1)
 
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Depthwise 3x3 products pixel by pixel, 16 channels at a time, straight from the int8 image.
+// Depthwise 3x3 products pixel by pixel, 16 channels at a time, directly from the int8 image.
 //
-// No row pairs are made, so nothing is written but the result, in whole cache lines. Against the stencil over row pairs, on the
-// layers of MobileNetV2: 1.3 to 1.7x with stride 2, 1.0 to 1.2x with stride 1. A tap beyond the image reads zeros.
+// There are no row pairs, so only the result is written, in whole cache lines. Speed relative to the stencil over row pairs, on
+// the layers of MobileNetV2: 1.3 to 1.7x with stride 2, 1.0 to 1.2x with stride 1. A tap outside the image reads zeros.
 // The three taps of a row: two products fit int16 together (2 * 127 * 127 = 32258), and one vpmaddwd multiplies the third and
 // adds the sum of the two, (x2, x0 w0 + x1 w1) · (w2, 1), into int32.
 //
-// For depthwise.h only. Compiled once per path, behind its vectors.
+// For depthwise.h only. Compiled once per path, after its vectors.
 #pragma once
 
 #include "conv/depthwise/depthwise_pairs.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Depthwise kernels: what they share, and row pairs (see depthwise.h).
+// Shared code of the depthwise kernels, and row pairs (see depthwise.h).
 //
-// For depthwise.h only. Compiled once per path, behind its vectors.
+// For depthwise.h only. Compiled once per path, after its vectors.
 #pragma once
 
 #include <algorithm>

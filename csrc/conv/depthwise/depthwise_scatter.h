@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// grad_input of a depthwise 3x3 convolution with stride 2, 16 channels at a time, straight from the int8 gradient.
+// grad_input of a depthwise 3x3 convolution with stride 2, 16 channels at a time, directly from the int8 gradient.
 //
-// With i' = i + padding, a destination row of even i' meets two gradient rows (taps 0 and 2 of g[i'/2] and g[i'/2 - 1]), one of
-// odd i' meets one (tap 1 of g[(i' - 1)/2]); columns likewise. So the four destinations of block (a, b), i' = 2a and 2a + 1,
-// j' = 2b and 2b + 1, meet the four gradients g[a-1..a][b-1..b] under nine taps in all. A gradient beyond the image is zeros, a
-// destination beyond it is left out.
+// With i' = i + padding, a destination row with even i' uses two gradient rows (taps 0 and 2 of g[i'/2] and g[i'/2 - 1]), and
+// one with odd i' uses one (tap 1 of g[(i' - 1)/2]). The same holds for columns. So the four destinations of block (a, b), i' =
+// 2a and 2a + 1, j' = 2b and 2b + 1, use the four gradients g[a-1..a][b-1..b] with nine taps in total. Gradients outside the
+// image are zeros, and destinations outside it are skipped.
 //
-// Little is computed and much is written, so memory sets the pace: whole cache lines, one row after the other.
+// There is little arithmetic and much to write, so memory bandwidth is the limit: whole cache lines are written, row by row.
 //
-// For depthwise.h only. Compiled once per path, behind its vectors.
+// For depthwise.h only. Compiled once per path, after its vectors.
 #pragma once
 
 #include "conv/depthwise/depthwise_direct.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Depthwise output and grad_input of square kernels as a stencil over row pairs.
 //
-// For depthwise.h only. Compiled once per path, behind its vectors.
+// For depthwise.h only. Compiled once per path, after its vectors.
 #pragma once
 
 #include "conv/depthwise/depthwise_pairs.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Depthwise output and grad_input of any kernel: for each pixel the taps that meet the image.
+// Depthwise output and grad_input of any kernel: sums over the taps that are inside the image, for each pixel.
 //
-// For depthwise.h only. Compiled once per path, behind its vectors.
+// For depthwise.h only. Compiled once per path, after its vectors.
 #pragma once
 
 #include "conv/depthwise/depthwise_pairs.h"

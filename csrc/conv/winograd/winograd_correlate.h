@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // output and grad_input by Winograd: transform the tiles, multiply, transform back.
 //
-// Memory decides the order: a transform turns 1 byte of weights into 8, 1 byte of inputs into 4.5. So the weights of 16 to 64
-// result channels at a time are transformed where they are needed, stay in the second-level cache and are never stored. Inputs
-// are transformed once for all result channels: per block of tiles where one block of channels is all ("fused"), else for many
-// tiles ahead. Threads have their own tiles and result channels, and do not wait for each other.
+// The order of the loops follows from memory: a transform turns 1 byte of weights into 8, and 1 byte of inputs into 4.5. So the
+// weights of 16 to 64 result channels at a time are transformed when they are needed, and only kept in the second-level cache.
+// Inputs are transformed once for all result channels: per block of tiles if there is only one block of channels ("fused"),
+// otherwise for many tiles ahead. Threads have their own tiles and result channels, and do not wait for each other.
 //
 // winograd_products.h has the algorithm. Compiled once per path.
 #pragma once

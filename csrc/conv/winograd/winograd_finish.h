@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// output and grad_input by Winograd, the last part: from products back to pixels, as floats in their place.
+// The last part of output and grad_input by Winograd: transforms products back to pixels and writes them as floats.
 //
-// Most tiles are whole, and their sums are complete: those go from products to memory through registers (write_tile), two
-// half lines of a pixel together. All others take the way of store_tile, which looks at every case.
+// Most tiles are whole and their sums are complete: they go from products to memory through registers (write_tile), two half
+// lines of a pixel together. All others use store_tile, which handles every case.
 //
 // winograd_products.h has the algorithm. Compiled once per path.
 #pragma once

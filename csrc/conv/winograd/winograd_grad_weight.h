@@ -2,8 +2,8 @@
 // grad_weight by Winograd: products of transformed inputs and gradients, summed over up to 128 tiles, then transformed back and
 // added up.
 //
-// A thread takes a part of the tiles and a part of the input channels. It transforms the gradients of a chunk of tiles, then
-// the inputs, 32 channels at a time, and multiplies each 16 of them with each 16 of the gradients. Both lie as panels
+// A thread works on a part of the tiles and a part of the input channels. It transforms the gradients of a chunk of tiles, then
+// the inputs, 32 channels at a time, and multiplies each 16 of them with each 16 of the gradients. Both are stored as panels
 // [position][pair of tiles][channel][2].
 //
 // winograd_products.h has the algorithm. Compiled once per path.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The small change of the Winograd path: scratch memory cut into arrays, and factors.
+// Helpers of the Winograd path: splits scratch memory into arrays, and reads factors.
 #pragma once
 
 #include "core/parallel.h"

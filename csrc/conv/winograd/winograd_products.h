@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact integer Winograd F(4x4,3x3): 36 multiplications where a direct convolution needs 144, and the same integers.
+// Exact integer Winograd F(4x4,3x3): 36 multiplications instead of the 144 of a direct convolution, with the same integers.
 //
 // The algorithm (Lavin and Gray, arXiv:1509.09308). A 4x4 tile y of outputs depends on a 6x6 patch d of inputs (patches overlap
 // by 2) and on the 3x3 weights g:
@@ -13,31 +13,32 @@
 //          0  2 -1 -2  1  0          1/24 -1/12   1/6           0  1 -1  8 -8  1
 //          0  4  0 -5  0  1             0     0     1
 //
-// G has fractions, but 24·G = D·G' with D = diag(6, -4, -4, 1, 1, 24) and a G' of whole numbers, whose rows are
+// G has fractions, but 24·G = D·G' with D = diag(6, -4, -4, 1, 1, 24) and an integer matrix G', whose rows are
 // (1 0 0), (1 1 1), (1 -1 1), (1 2 4), (1 -2 4), (0 0 1). D = E·F with E = diag(6, -4, -4, 1, 1, 6) and
-// F = diag(1, 1, 1, 1, 1, 4): E goes with the weights, F with the way back, so that all weights fit 16 bits. The result is
-// 24² = 576 times y. The weights' gradient, from patches d of the input and 4x4 tiles g of the output's gradient, is
+// F = diag(1, 1, 1, 1, 1, 4): E is part of the weight transform and F of the output transform, so that all weights fit 16 bits.
+// The result is 24² = 576 times y. The gradient of the weights, from patches d of the input and 4x4 tiles g of grad_output, is
 //
 //     576 dw = G'ᵀ D [ Σ_tiles (Bᵀ d B) ⊙ (A g Aᵀ) ] D G'
 //
-// grad_input is an output: gradients in, weights turned by 180 degrees and transposed, padding 2 - padding.
+// grad_input is computed like an output: of gradients, with weights rotated by 180 degrees and transposed, and padding 2 -
+// padding.
 //
 // A kernel with several taps in time is a sum of such convolutions of shifted frames. Sums commute with Aᵀ · A, so output and
-// grad_input sum over time taps as they do over channels, before one way back; grad_weight is one 2-D product per time tap.
+// grad_input sum over time taps as over channels, before one output transform; grad_weight is one 2-D product per time tap.
 //
-// Bounds. A transform along one axis grows its input by at most the largest Σ|entry| of a row, and there are two axes:
+// Bounds. A transform along one axis increases its input by at most the largest Σ|entry| of a row, and there are two axes:
 //
 //     Bᵀ d B           10² · 127 = 12 700
 //     E G' g G'ᵀ E     12² · 127 = 18 288        all fit int16, and vpmaddwd cannot overflow
 //     A g Aᵀ           15² · 127 = 28 575
 //
-// Sums of products run modulo 2^32, and so does the way back, which only adds and shifts: the outcome is 576·y mod 2^32. 9 is
-// odd and has an inverse modulo 2^32, 954 437 177; multiplied by it the outcome is 64·y mod 2^32. Where |y| < 2^25 that is 64·y
-// itself, and a shift by 6 gives y, exactly. chunk_is_safe (winograd_transform.h) is this condition: longer sums are brought
-// back in chunks that meet it, and added up as integers.
+// Sums of products are computed modulo 2^32, and so is the output transform, which only adds and shifts: the result is 576·y
+// mod 2^32. 9 is odd and has an inverse modulo 2^32, 954 437 177; multiplied by it, the result is 64·y mod 2^32. If |y| < 2^25,
+// that is 64·y itself, and a shift by 6 gives y exactly. chunk_is_safe (winograd_transform.h) checks this condition: longer
+// sums are transformed back in chunks that satisfy it, and added as integers.
 //
-// winograd_kernel_*.h multiply, winograd_transform.h and winograd_weights.h transform, winograd_correlate.h (output,
-// grad_input) and winograd_grad_weight.h say what is done when, and where it stays meanwhile.
+// winograd_kernel_*.h multiplies, winograd_transform.h and winograd_weights.h transform. winograd_correlate.h (output,
+// grad_input) and winograd_grad_weight.h have the loops and decide what is kept in which cache.
 #pragma once
 
 #include <algorithm>

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A few tiles at a time from bytes to the Winograd domain.
+// Transforms a few tiles at a time from bytes to the Winograd domain.
 //
 // Neighbouring tiles of 6x6 pixels share two columns, so the transform along the columns is done once per column of a strip of
-// tiles, and only the one along the rows once per tile. Between the two lies the strip: [column][6] vectors, in the first-level
-// cache. What lies outside of the image costs next to nothing this way: columns outside are zeros that are stored, rows outside
-// are one row of zeros that is read again and again.
+// tiles, and only the transform along the rows is done once per tile. The intermediate result is the strip: [column][6]
+// vectors, in the first-level cache. Pixels outside the image take almost no time: columns outside are stored as zeros, and
+// rows outside all read the same row of zeros.
 //
 // Compiled once per path, with its winograd_vector_*.h.
 #pragma once

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sizes that all of the Winograd code shares. winograd_vector_*.h and winograd_kernel_*.h, of which each path has its own,
-// say how wide vectors are and how they are multiplied; the other headers are compiled once per path, so everything in them is
-// in an anonymous namespace.
+// The sizes that all Winograd code uses. Each path has its own winograd_vector_*.h and winograd_kernel_*.h, with the vectors
+// and the multiply. The other headers are compiled once per path, so everything in them is in an anonymous namespace.
 #pragma once
 
 #include "core/types.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The transforms of F(4x4,3x3) on vectors of channels, and the places in memory that they read.
+// The transforms of F(4x4,3x3) on vectors of channels, and the addresses that they read.
 //
 // winograd_products.h has the matrices. Compiled once per path, with its winograd_vector_*.h.
 #pragma once

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// From one memory format to the other: tiles of 8x8 words or 16x16 bytes are turned in registers (tiles_avx2.h).
+// Converts between memory formats: tiles of 8x8 words or 16x16 bytes are transposed in registers (tiles_avx2.h).
 //
-// Results too large for the cache bypass it where whole lines are written.
+// Results that are too large for the cache are written past it if whole lines are written.
 #include <immintrin.h>
 
 #include "core/avx2.h"

@@ -2,7 +2,8 @@
 """freeze and unfreeze: a model that is only used for prediction stores its int8 weights instead of quantizing them each time.
 
 Without `freeze` a prediction quantizes every weight, because there is no reliable way to tell that a weight did not change
-(nn/weights.py). For a single image this takes a large part of the time. With `freeze` the user promises not to change them.
+(nn/layers/weights.py). For a single image this takes a large part of the time. With `freeze` the user promises not to change
+them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at models and machines. Nothing here changes a number.
+"""Reports about models and machines. Nothing here changes a result.
 
     summary.py     which layers run in int8, and why the others do not
     health.py      clip, saturation and direction deviation of every quantized tensor

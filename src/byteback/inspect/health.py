@@ -20,7 +20,7 @@ class RoleHealth:
 
     `worst_channel` is the largest deviation of a single channel. It is measured for the gradients of depthwise convolutions,
     whose channels are independent: a channel of small values may be mostly noise although the tensor as a whole is accurate.
-    `diagnostics` is what the clip rule itself has to say, by name.
+    `diagnostics` are the other numbers of the clip rule, by name.
     """
 
     layer: str
@@ -36,7 +36,7 @@ class RoleHealth:
 
     @property
     def gaussian_share(self) -> float | None:
-        """The diagnostic of magnitude-aware rules: the share of scales whose gradients looked Gaussian."""
+        """The diagnostic of magnitude-aware rules: the share of scales whose gradients are Gaussian by their test."""
         return self.diagnostics.get("gaussian_share")
 
 
@@ -104,10 +104,10 @@ def _role_health(name: str, layer: Int8Layer, role: str, quantizer: Quantizer) -
 
 
 def _weight_health(name: str, layer: Int8Layer) -> RoleHealth:
-    """Weights have no quantizer state, so theirs is measured now."""
+    """Measures a weight now, because weights have no quantizer state."""
     weight, settings = layer.weight.detach(), layer.quantizers.settings["weight"]
     clip = settings.rule.clip.choose(weight, settings.axis(), Memory(weight.new_zeros(1), False, 0, 0)).clip
-    assert clip is not None, "a rule that looks at a tensor gives its clip"
+    assert clip is not None, "a rule that gets a tensor returns its clip"
     values, scale, counts, _ = ops.quantize(weight, clip)
     finite = not int(counts[1])
     deviation = deviation_of(*ops.dot_terms(weight, values, scale).tolist()) if finite else math.nan

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOOR 3: layers. Subclasses of torch's own, with the same parameters under the same names.
+"""FLOOR 3: layers. Subclasses of the torch layers, with the same parameters under the same names.
 
-layers/         Int8Conv1d/2d/3d and Int8Linear, what they share, what each remembers, and where float is faster
-autograd.py     the three products of a layer, and where they meet
-quantizing.py   how input, weight and gradient of a layer become int8
+layers/         Int8Conv1d/2d/3d and Int8Linear, their state, and the table of layers that are faster in float
+autograd.py     the three products of a layer as an autograd function
+quantizing.py   how input, weight and gradient of a layer are quantized
 fused/          a convolution, its norm, residual add and activation as one block
-ranks.py        how several processes come to remember the same
-undo.py         a training step that is refused or dropped leaves no trace
+ranks.py        gives the int8 layers of several processes the same state
+undo.py         restores the buffers of a model after a training step that failed or was dropped
 """
 
 from byteback.nn import _old_names  # noqa: F401  (pickles of earlier versions find their classes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickles of prepared models made by earlier versions: where they look for classes and functions that have moved since.
+"""Old module names, so that pickles of prepared models from earlier versions can be loaded.
 
-A pickle names each class by its module. `sys.modules` maps the old module names to those of today; the two classes that became
-`Block` load as one. Nothing here is used by new code.
+A pickle names each class by its module. `sys.modules` maps the old module names to the current modules. The two classes that
+became `Block` load as one. New code does not use this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOVED = {
 
 
 class BoundBlock(Block):
-    """What nn/begin.py had: modules, and a plan from nn/pending.py. Loads as a Block, without the names that it never had."""
+    """The class of nn/begin.py, which had modules and a plan from nn/pending.py. Loads as a Block, without the names."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fresh = Block("", None, False, "none", None, consumers=(), swallowed=state["swallowed"], **vars(state["plan"]))

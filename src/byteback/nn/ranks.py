@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several ranks, one model: before an optimizer steps, the int8 layers of all ranks come to remember the same.
+"""Gives the int8 layers of all ranks the same state before the optimizer takes a step.
 
-Each rank quantizes its own data, so each measures its own direction deviation and its own clips. Learning-rate factors made of
-them would differ from rank to rank, and so would the weights after the step. Two collectives, over one flat tensor each:
+Each rank quantizes its own data, so each measures its own direction deviation and clips. Learning-rate factors computed from
+them would differ between ranks, and so would the weights after the step. There are two collectives, each over one flat tensor:
 
     SUM   x·x̂, x̂·x̂ and x·x of every tensor that was measured since the last step. The cosine of the sums is the one that a
-          single process with the whole batch would measure. Also how many tensors held NaN or Inf, and call slots in use.
-    MAX   all that a layer keeps: counters, flags, the deviation just found, clips. Of clips the newest search counts, then
-          the largest. The largest of the ranks' averages is the average of their largest clips: so a tracked clip is the one
-          of the whole batch again.
+          single process with the whole batch would measure. Also the number of tensors with NaN or Inf, and call slots in use.
+    MAX   all other state of a layer: counters, flags, the new deviation, clips. The clip of the newest search is used, and of
+          several the largest. The maximum of the ranks' averages is the average of their largest clips, so a tracked clip is
+          that of the whole batch.
 
-MAX returns one of its arguments, so all ranks hold the same bits, whatever the order in which a backend adds. Both run in the
-optimizer's hook, and none in a forward or backward pass, where a rank without data for a layer would never come to it.
+MAX returns one of its arguments, so all ranks get the same bits, whatever the order in which a backend adds. Both collectives
+run in the hook of the optimizer. They must not run in forward or backward, because a rank without data for a layer would not
+call them there.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _MASK = (1 << _WORD) - 1
 
 
 def are_several(group: Any = None) -> bool:
-    """Whether this process is one of several ranks of the group (default: of all)."""
+    """Whether the group of this process has several ranks (default: the group of all ranks)."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def met_nonfinite(layers: Sequence[Int8Layer]) -> bool:
-    """Whether a layer of this process met NaN or Inf since the last call."""
+    """Whether a layer of this process quantized NaN or Inf since the last call."""
     unshared = [quantizer.unshared for quantizer in _quantizers(layers)]
     met = bool(unshared) and bool(_stack(unshared)[:, 0, NONFINITE].any())
     if met:
@@ -49,7 +50,7 @@ def met_nonfinite(layers: Sequence[Int8Layer]) -> bool:
 
 @torch.no_grad()
 def agree(layers: Sequence[Int8Layer], group: Any = None) -> list[Int8Layer]:
-    """Makes the layers of all ranks remember the same; returns those that met NaN or Inf on any rank since the last call.
+    """Gives the layers of all ranks the same state. Returns those that quantized NaN or Inf on any rank since the last call.
 
     Every rank of the group must call it with the same layers in the same order.
     """
@@ -73,12 +74,12 @@ def _quantizers(layers: Sequence[Int8Layer]) -> list[Quantizer]:
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:
-    """On the device of the first: a model may be spread over several."""
+    """Stacks tensors on the device of the first one: a model may be on several devices."""
     return torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
 
 
 def _write_deviations(quantizers: list[Quantizer], sums: Tensor) -> None:
-    """A tensor that no rank has measured since the last step keeps the deviation that it has."""
+    """Writes the deviations of the sums. A tensor that no rank measured since the last step keeps its deviation."""
     measured = sums[..., MEASURED].nonzero()
     rows = sums[measured[:, 0], measured[:, 1]].tolist()
     for (index, slot), row in zip(measured.tolist(), rows, strict=True):
@@ -86,7 +87,7 @@ def _write_deviations(quantizers: list[Quantizer], sums: Tensor) -> None:
 
 
 class _Kept(NamedTuple):
-    """All that the layers keep: the buffers themselves, or views of them."""
+    """All state of the layers: the buffers themselves, or views of them."""
 
     clips: list[Tensor]  # a row for each call slot, an entry for each scale
     initialized: list[Tensor]
@@ -98,9 +99,9 @@ class _Kept(NamedTuple):
     def of(layers: list[LayerNumerics], quantizers: list[Quantizer], used: Tensor) -> _Kept:
         kept = _Kept([], [], [], [], [n for layer in layers for n in (layer.count, layer.iteration, layer.nonfinite)])
         for quantizer, slots in zip(quantizers, used.tolist(), strict=True):
-            own: dict[str, Any] = quantizer._buffers  # past nn.Module's search for each name
+            own: dict[str, Any] = quantizer._buffers  # faster than nn.Module.__getattr__
             clip, tracked = own["clip"], own["tracked"]
-            if clip.shape[1] > 1:  # only slots that some rank has used
+            if clip.shape[1] > 1:  # only slots that at least one rank has used
                 rows = max((slot + 1 for slot, ranks in enumerate(slots) if ranks), default=0)
                 clip, tracked = clip[:rows], None if tracked is None else tracked[:rows]
             kept.clips.append(clip)
@@ -111,8 +112,8 @@ class _Kept(NamedTuple):
 
 
 def _take_largest(kept: _Kept, device: torch.device, group: Any) -> None:
-    """One MAX over all of it, as int64: a float that is not negative orders as its bits do."""
-    # The iteration of a clip's search goes above its bits, so that the newest counts; 0 where there is no clip.
+    """Computes one MAX over all state, as int64: floats that are not negative have the same order as their bits."""
+    # The upper bits are the iteration of a clip's search, so that the newest search is used; 0 if there is no clip.
     searches = (_flat(kept.updated_at, device) + 1) * (_flat(kept.initialized, device) > 0)
     scales = [[clip.shape[1]] * clip.shape[0] + [0] * (CALL_SLOTS - clip.shape[0]) for clip in kept.clips]
     parts = [

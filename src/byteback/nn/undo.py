@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step that is refused or dropped leaves no trace: the model's buffers become again what they were before it.
+"""Restores the buffers of a model after a training step that failed or was dropped because of NaN or Inf.
 
-A forward pass moves the running statistics of norms and what quantizers remember, a backward pass the latter. That NaN has come
-in is found out later: by the next int8 layer, in backward, by the optimizer's hook. So all buffers, also the user's own, are
-copied when a forward pass in training begins, and put back after
+A forward pass changes the running statistics of norms and the state of quantizers, and a backward pass changes the latter. NaN
+is detected later: by the next int8 layer, in backward, or by the optimizer's hook. So all buffers, also those of the user's
+modules, are copied at the start of a forward pass in training, and restored after
 
-    NonFiniteError in forward      as before this forward
-    NonFiniteError in backward     as before the forward that it belongs to, if no other has begun since
-    on_nonfinite="skip"            as before the first forward since the last optimizer step, when the hooks drop the step
+    NonFiniteError in forward      to the values before this forward
+    NonFiniteError in backward     to the values before the forward that it belongs to, if no other forward has started since
+    on_nonfinite="skip"            to the values before the first forward since the last optimizer step, when the hooks drop
+                                   the step
 
-They are small: for ResNet-50 the copy takes 0.7 ms, of a step of seconds. Two counters go on: `count`, which names noise, and
-`nonfinite`. Under "propagate" NaN is left to the user, as in PyTorch, and nothing is copied. torch.compile keeps "skip", but
-an error in a compiled graph puts nothing back.
+The buffers are small: for ResNet-50 the copy takes 0.7 ms, and a step takes seconds. Two counters are not restored: `count`,
+which selects the noise, and `nonfinite`. With "propagate", NaN is handled by the user, as in PyTorch, and nothing is copied.
+torch.compile supports "skip", but after an error in a compiled graph nothing is restored.
 """
 
 from __future__ import annotations
@@ -31,45 +32,45 @@ from byteback.nn.layers.weights import refuse_training
 from byteback.quantize import NONFINITE, NonFiniteError, Quantizer
 
 UNDO = "byteback_undo"
-"""Where a model that is watched has its Undo."""
+"""The attribute in which a watched model stores its Undo."""
 
 _UNSHARED = "unshared"
-"""Of a quantizer; it is no buffer. How many tensors held NaN is not put back: the optimizer's hooks read and clear it."""
+"""A tensor of a quantizer, not a buffer. Its count of tensors with NaN is not restored: the optimizer's hooks clear it."""
 
 Step = tuple["Undo", int]
 """The forward that a gradient belongs to."""
 
 
 class _Running(threading.local):
-    undo: Undo | None = None  # of the outermost model whose forward is running in this thread
+    undo: Undo | None = None  # the Undo of the outermost model whose forward runs in this thread
 
 
 _running = _Running()
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # younger than the oldest PyTorch that is supported
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # missing in the oldest supported PyTorch
 
 
 class Undo:
-    """The buffers of one model as they were before the step that may still be refused."""
+    """Copies of the buffers of one model from before the current step, which may still fail or be dropped."""
 
     def __init__(self) -> None:
         self.users = 0
-        self.number = 0  # of copies made so far
+        self.number = 0  # how many copies were made so far
         self._is_valid = False
-        self._is_open = False  # the step that the copy is of goes on until the optimizer's hooks end it
+        self._is_open = False  # the step of the copy continues until the optimizer's hooks end it
         self._was_dropped = False
-        self.members: set[int] = set()  # by id(): the model may not be held by what it holds
+        self.members: set[int] = set()  # by id(), because a reference to the model would be a cycle
         self._places: list[tuple[nn.Module, str]] = []
         self._tensors: list[Tensor] = []
         self._copies: list[Tensor] = []
-        self._handled: BaseException | None = None  # the error that was being handled when the forward began
+        self._handled: BaseException | None = None  # the error that was being handled when the forward started
 
     def __reduce__(self) -> tuple[type[Undo], tuple[()]]:
-        return Undo, ()  # a copy of a model has not begun a step
+        return Undo, ()  # a copy of a model has not started a step
 
     # ---- before a step ----
 
     def begin(self, model: nn.Module) -> None:
-        """Remembers the buffers, unless they are those in the middle of a step."""
+        """Copies the buffers, unless a step is already in progress."""
         found = _Found(model, self)
         self.members = {id(module) for module in found.modules if UNDO in module.__dict__}
         self._handled = sys.exc_info()[1]
@@ -84,7 +85,7 @@ class Undo:
         self._is_open = "skip" in found.policies and found.is_hooked and torch.is_grad_enabled()
 
     def begin_traced(self, model: nn.Module) -> None:
-        """The same in a graph of torch.compile, for steps that the optimizer's hooks may drop: errors do not come by there."""
+        """Does the same in a graph of torch.compile, only for steps that the optimizer's hooks may drop, not for errors."""
         if self._is_open:
             return
         places, tensors, skips = [], [], False
@@ -107,7 +108,7 @@ class Undo:
 
     def _copy(self, found: _Found) -> None:
         known, self._places, self._tensors = self._tensors, found.places, found.tensors
-        # Not as inference tensors, which later steps could not write to.
+        # Outside of inference mode: later steps could not write to inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             if known and len(known) == len(self._tensors) and all(map(_same, known, self._tensors)):
                 torch._foreach_copy_(self._copies, self._tensors)
@@ -117,7 +118,7 @@ class Undo:
     # ---- after it ----
 
     def put_back(self, number: int | None = None) -> None:
-        """The buffers as they were, unless the copy is of another forward than the one that is meant."""
+        """Restores the buffers. Does nothing if `number` is given and the copy belongs to another forward."""
         if not self._is_valid or number not in (None, self.number):
             return
         with torch.no_grad():
@@ -128,28 +129,28 @@ class Undo:
                 elif now is tensor:
                     if not torch.equal(tensor, before):
                         tensor.copy_(before)
-                elif now is not None:  # the forward has put another tensor in its place
+                elif now is not None:  # the forward has replaced the tensor
                     module._buffers[name] = before.to(now.device, copy=True)
 
     def drop(self) -> None:
-        """The optimizer's hook drops this step."""
+        """Called when the optimizer's hook drops this step."""
         self.put_back()
         self._was_dropped = True
 
     def end(self) -> None:
-        """The optimizer has stepped."""
+        """Called after the step of the optimizer."""
         if self._was_dropped:
-            self.put_back()  # what the hooks have counted since
+            self.put_back()  # also restores what the hooks have counted since
         self._was_dropped = False
         self.forget()
 
     def forget(self) -> None:
-        """Nothing can be put back until the next forward."""
+        """Discards the copy: nothing can be restored until the next forward."""
         self._is_valid = self._is_open = False
 
 
 class _Found:
-    """The buffers of a model that a step may write to, its layers' policies, and whether an optimizer is connected to one."""
+    """The buffers of a model that a step may write to, the policies of its layers, and whether an optimizer is connected."""
 
     def __init__(self, model: nn.Module, undo: Undo) -> None:
         self.places: list[tuple[nn.Module, str]] = []
@@ -168,8 +169,8 @@ class _Found:
     def _look_at(self, module: nn.Module, undo: Undo) -> None:
         own = module.__dict__
         shared = own.get("int8_shared")
-        if isinstance(shared, Shared):  # and not an attribute of the user's that has this name
-            if module.training:  # before any other layer moves, such as a float norm ahead of it
+        if isinstance(shared, Shared):  # not another attribute of this name, set by the user
+            if module.training:  # before any other layer changes its state, such as a float norm before it
                 refuse_training(module, "the model was called in training mode")
             shared.undo = undo
             self.is_hooked = self.is_hooked or own["hooked"]
@@ -201,7 +202,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 class Watch:
-    """Hooks on a model; they go with the last that wanted them."""
+    """Adds the hooks to a model. They are removed with the last Watch."""
 
     def __init__(self, model: nn.Module) -> None:
         if UNDO not in model.__dict__:
@@ -210,11 +211,11 @@ class Watch:
             model.register_forward_hook(_end, always_call=True)
         undo: Undo = model.__dict__[UNDO]
         undo.users += 1
-        # Weakly: a model that nobody needs is freed at once.
+        # Weak references, so that an unused model is freed at once.
         self._model, self._undo, self._is_on = weakref.ref(model), weakref.ref(undo), True
 
     def remove(self) -> None:
-        """Takes them off."""
+        """Removes the hooks if no other Watch needs them."""
         model, undo, was_on = self._model(), self._undo(), self._is_on
         self._is_on = False
         is_there = model is not None and model.__dict__.get(UNDO) is undo
@@ -225,7 +226,7 @@ class Watch:
 
 
 def unwatch(module: nn.Module) -> None:
-    """Takes the hooks off a module, whoever wanted them."""
+    """Removes the hooks from a module, whatever Watch added them."""
     if module.__dict__.pop(UNDO, None) is None:
         return
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -245,7 +246,7 @@ def _begin(model: nn.Module, _: Any) -> None:
     undo, outer = model.__dict__[UNDO], _running.undo
     if outer is not None and outer is not undo and id(model) in outer.members:
         return
-    _running.undo = None  # an interrupted forward has left it
+    _running.undo = None  # it may be left from an interrupted forward
     if model.training:
         undo.begin(model)
         _running.undo = undo
@@ -255,13 +256,13 @@ def _end(model: nn.Module, _: Any, output: Any) -> None:
     if not _can_watch() or _running.undo is not model.__dict__[UNDO]:
         return
     undo, _running.undo = model.__dict__[UNDO], None
-    error = sys.exc_info()[1]  # the hook is called where the forward's error is handled
+    error = sys.exc_info()[1]  # the hook is called while the error of the forward is handled
     if isinstance(error, NonFiniteError) and error is not undo._handled:
         undo.put_back()
 
 
 def _can_watch() -> bool:
-    """Whether this forward computes numbers of a step: torch.compile, tracers and transforms do not, nor does recomputation."""
+    """Whether this is an ordinary forward: not under torch.compile, a tracer or a transform, and not recomputed."""
     if torch.compiler.is_compiling() or recomputing():
         return False
     return not (
@@ -271,35 +272,35 @@ def _can_watch() -> bool:
     )
 
 
-# ---- what a layer and the optimizer's hooks ask -----------------------------------------------------------------------
+# ---- called by layers and by the optimizer's hooks --------------------------------------------------------------------
 
 
 def current_step() -> Step | None:
-    """The step that the running forward belongs to, for its backward pass."""
+    """Returns the step of the running forward, for its backward pass."""
     undo = None if torch.compiler.is_compiling() else _running.undo
     return None if undo is None else (undo, undo.number)
 
 
 def undo_step(step: Step | None) -> None:
-    """NonFiniteError in a backward pass: the step is refused."""
+    """Restores the buffers after a NonFiniteError in a backward pass."""
     if step is not None:
         undo, number = step
         undo.put_back(number)
 
 
 def drop_step(model: nn.Module) -> None:
-    """The hooks drop the gradients of this step, so the model forgets its forwards too."""
+    """Restores the buffers after the hooks dropped the gradients of this step."""
     for undo in _undos(model):
         undo.drop()
 
 
 def end_step(model: nn.Module) -> None:
-    """The optimizer has stepped: the next forward begins another step."""
+    """Called after the step of the optimizer: the next forward starts a new step."""
     for undo in _undos(model):
         undo.end()
 
 
 def _undos(model: nn.Module) -> set[Undo]:
-    """Those of the last training forwards of the model's int8 layers."""
+    """Returns the Undos of the last training forwards of the model's int8 layers."""
     shared = (module.__dict__.get("int8_shared") for module in model.modules())
     return {known.undo for known in shared if isinstance(known, Shared) and known.undo is not None}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The activations of a fused block: one table, which the checks, every backend and the layers above read.
+"""The activations of a fused block in one table, which the checks, all backends and the layers use.
 
     activation   value                           derivative
     none         z                               1
@@ -9,11 +9,11 @@
     silu         z / (1 + exp(-z))               s · (1 + z · (1 - s)), s = 1 / (1 + exp(-z))
     gelu         max(z, 0) - x · (e · m)         z < 0: u, else 1 - u; u = e · (m - x / sqrt(2π))
 
-gelu is z·Φ(z). There x = min(|z|, 12), e = exp(-x²/2) and Φ(-x) = e · m(x) with m a polynomial of 1 / (1 + 0.28125 x); value
-and derivative are off by at most 2.5e-7 for |z| <= 10.
+gelu is z·Φ(z), where x = min(|z|, 12), e = exp(-x²/2) and Φ(-x) = e · m(x), with m a polynomial of 1 / (1 + 0.28125 x). The
+error of value and derivative is at most 2.5e-7 for |z| <= 10.
 
-Every operation is float32 and rounds once, in the order written. NaN stays NaN. A new activation is a row here, its number
-and its gate in csrc/block/norm.h, and its vector code beside it.
+Every operation is float32 and rounds once, in the order written. NaN stays NaN. A new activation needs a row here, its number
+and its gate in csrc/block/norm.h, and vector code in csrc/block/vector.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Activation(NamedTuple):
 
     name: str
     number: int  # enum class Activation in csrc/block/norm.h
-    gate: int  # enum class Gate there: how backward finds the derivative from z
-    floor: bool  # cuts at 0
+    gate: int  # enum class Gate there: how backward computes the derivative from z
+    floor: bool  # the lower bound is 0
     ceiling: float  # upper bound
-    is_monotone: bool  # never decreases: the extremes of a channel stay its extremes, so max|result| is known from them
-    is_smooth: bool  # the derivative is a number and no bit: it has no mask, backward computes z again
+    is_monotone: bool  # does not decrease, so max|result| can be computed from the minimum and maximum of a channel
+    is_smooth: bool  # the derivative is a number, not a bit: there is no mask, and backward computes z again
     value: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor], Tensor]  # of z; bool if the activation has a mask, else float32
 
@@ -48,7 +48,7 @@ MASK_GATE = 1
 
 
 def _above_zero(z: Tensor) -> Tensor:
-    """max(z, 0); a NaN stays one, -0 becomes +0."""
+    """Returns max(z, 0). NaN stays NaN, -0 becomes +0."""
     return torch.where(z <= 0.0, 0.0, z)
 
 
@@ -78,7 +78,7 @@ _GELU_TAIL = (-0.1011379, 0.36526638, -0.199391, 0.24149361, 0.07827214, 0.11549
 
 
 def _normal_tail(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x, e and m of gelu."""
+    """Returns x, e and m of gelu."""
     x = z.abs()
     x = torch.where(x > _GELU_END, _GELU_END, x)
     t = inverse(1.0 + _GELU_STRETCH * x)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of arguments that several operators share. Those of the fused block return the argument, dense.
+"""Checks of arguments that several operators use. Those of the fused block return the argument as a dense tensor.
 
-An unusual layout is copied, a wrong dtype or shape refused, for every backend. That tensors are on one device is checked by
-the registry.
+For every backend, another layout is copied, and a wrong dtype or shape is an error. The registry checks that all tensors are on
+the same device.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def check_int8(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype != torch.int8:
             raise TypeError(
-                f"{op}: {name} has dtype {tensor.dtype}, but the product is of int8 integers. "
-                "Quantize it first with byteback.ops.quantize."
+                f"{op}: {name} has dtype {tensor.dtype}, but must be int8. Quantize it first with byteback.ops.quantize."
             )
 
 
@@ -34,7 +33,7 @@ def check_float(op: str, name: str, x: Tensor, least_rank: int = 2) -> None:
         raise TypeError(f"{op}: {name} has dtype {x.dtype}, but only float32 is quantized. Call .float() on it.")
     if x.dim() < least_rank:
         raise ValueError(
-            f"{op}: {name} has shape {tuple(x.shape)}, but it needs an N and a C axis: the noise and the statistics are "
+            f"{op}: {name} has shape {tuple(x.shape)}, but it needs an N and a C axis, because noise and statistics are "
             "defined in N, ..., C order. Reshape it, for example with unsqueeze(0)."
         )
 
@@ -43,7 +42,7 @@ def check_float(op: str, name: str, x: Tensor, least_rank: int = 2) -> None:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x, copied if it is not channels last."""
+    """Returns x in channels-last memory format, copied if needed."""
     memory_format = _FORMATS.get(x.dim())
     if memory_format is not None:
         return x if x.is_contiguous(memory_format=memory_format) else x.contiguous(memory_format=memory_format)
@@ -51,16 +50,16 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def check_tensor(op: str, name: str, x: Tensor) -> Tensor:
-    """x, checked and channels last."""
+    """Returns x, checked and channels last."""
     if x.dtype is not _float32:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}, but this pass is defined in float32. Call .float() on it.")
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}, but must be float32. Call .float() on it.")
     elif x.dim() < 2:
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, but it needs an N and a C axis. Reshape it.")
     return _dense(x)
 
 
 def check_residual(op: str, residual: Residual, shape: Sequence[int]) -> Residual:
-    """The residual of a tensor of this shape, checked and channels last: float32, or int8 with one scale."""
+    """Returns the residual of a tensor of this shape, checked and channels last: float32, or int8 with one scale."""
     if residual is None:
         return None
     if isinstance(residual, Tensor):
@@ -72,7 +71,7 @@ def check_residual(op: str, residual: Residual, shape: Sequence[int]) -> Residua
 
 
 def check_into(op: str, into: Into | None, shape: Sequence[int], clip: Tensor | None, want_float: bool) -> tuple[Tensor, ...]:
-    """The places for a result of this shape. Refuses one that is missing or is no slice of a channels-last tensor."""
+    """Returns the output tensors for a result of this shape. They must be channel slices of channels-last tensors."""
     if into is None:
         return ()
     places = []
@@ -85,44 +84,44 @@ def check_into(op: str, into: Into | None, shape: Sequence[int], clip: Tensor | 
         if there is None or there.shape != shape or there.dtype is not dtype or not is_part(there, into.pitch):
             found = None if there is None else f"{there.dtype} of shape {tuple(there.shape)} and strides {there.stride()}"
             raise ValueError(
-                f"{op}: into.{name} is {found}, but the result is {dtype} of shape {tuple(shape)}, and its channels are "
-                f"neighbours among the {into.pitch} of a pixel. Pass a slice along axis 1 of a channels-last tensor."
+                f"{op}: into.{name} is {found}, but must be {dtype} of shape {tuple(shape)}: a slice along axis 1 of a dense "
+                f"channels-last tensor with {into.pitch} channels. Pass such a slice."
             )
         places.append(there)
     return tuple(places)
 
 
 def check_vector(op: str, name: str, vector: Tensor | None, channels: int, dtype: torch.dtype = _float32) -> Tensor:
-    """A per-channel vector, checked and dense."""
+    """Returns a vector with one number per channel, checked and dense."""
     if vector is not None and vector.dtype is dtype and vector.dim() == 1 and vector.numel() == channels:
         return vector.contiguous()
     if vector is None:
         raise TypeError(f"{op}: {name} is None, but this activation needs z = a·x + b. Pass the vectors of the forward pass.")
     if vector.dtype is not dtype:
         short = str(dtype).removeprefix("torch.")
-        raise TypeError(f"{op}: {name} has dtype {vector.dtype}, but this pass takes it in {short}. Call .to({dtype}) on it.")
+        raise TypeError(f"{op}: {name} has dtype {vector.dtype}, but must be {short}. Call .to({dtype}) on it.")
     raise ValueError(
-        f"{op}: {name} has shape {tuple(vector.shape)}, but there are {channels} channels; it needs one number for each, "
-        f"as shape ({channels},). Pass such a vector."
+        f"{op}: {name} has shape {tuple(vector.shape)}, but there are {channels} channels; it must have one number per "
+        f"channel. Pass a vector of shape ({channels},)."
     )
 
 
 def check_running(op: str, running: Running, channels: int) -> None:
-    """Refuses running statistics that are no vectors. They are written to and so never copied."""
+    """Raises an error if the running statistics are not vectors. They are written to, so they are not copied."""
     if running is not None:
         check_vector(op, "running mean", running[0], channels)
         check_vector(op, "running variance", running[1], channels)
 
 
 def check_optional(op: str, name: str, vector: Tensor | None, channels: int) -> Tensor | None:
-    """A per-channel vector that may be missing."""
+    """Returns a vector with one number per channel, checked; None stays None."""
     return None if vector is None else check_vector(op, name, vector, channels)
 
 
 def check_one(op: str, name: str, number: Tensor) -> Tensor:
     if number.dtype is not _float32 or number.numel() != 1:
         raise ValueError(
-            f"{op}: {name} has shape {tuple(number.shape)} and dtype {number.dtype}; it is one float32 for the whole tensor. "
+            f"{op}: {name} has shape {tuple(number.shape)} and dtype {number.dtype}, but must be one float32 number. "
             "Use ops.quantize for a clip per channel or per sample."
         )
     return number
@@ -130,23 +129,23 @@ def check_one(op: str, name: str, number: Tensor) -> Tensor:
 
 def check_activation(op: str, activation: str) -> None:
     if activation not in TABLE:
-        raise ValueError(f"{op}: activation {activation!r} is unknown; there are {', '.join(ACTIVATIONS)}.")
+        raise ValueError(f"{op}: unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}.")
 
 
 def check_key(op: str, key: Tensor | None) -> Tensor | None:
-    """The noise key, dense; None stands for rounding to nearest."""
+    """Returns the noise key, dense; None means rounding to nearest."""
     if key is None:
         return None
     if key.dtype is not torch.int64 or key.numel() != 2:
         raise ValueError(
-            f"{op}: key has shape {tuple(key.shape)} and dtype {key.dtype}; a noise key is two int64 words. Take it from "
-            "byteback.ops.noise_key."
+            f"{op}: key has shape {tuple(key.shape)} and dtype {key.dtype}, but a noise key is two int64 numbers. Create it "
+            "with byteback.ops.noise_key."
         )
     return key.contiguous()
 
 
 def check_kept(op: str, x: Kept, g: Tensor) -> Kept:
-    """BatchNorm's input as it was kept: float32, bfloat16 or (values int8, step, centre)."""
+    """Returns the saved input of a BatchNorm, checked: float32, bfloat16 or (values int8, step, centre)."""
     if isinstance(x, tuple) and len(x) == 3:
         values, step, centre = x
         _check_like(op, "x", values, g.shape, (torch.int8,))
@@ -154,7 +153,7 @@ def check_kept(op: str, x: Kept, g: Tensor) -> Kept:
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{op}: x is a {type(x).__name__}, but it must be a float32 or bfloat16 tensor, or a tuple (values int8, step, "
-            "centre). Pass what the forward pass kept."
+            "centre). Pass what the forward pass saved."
         )
     _check_like(op, "x", x, g.shape, (_float32, torch.bfloat16))
     return _dense(x)
@@ -163,18 +162,18 @@ def check_kept(op: str, x: Kept, g: Tensor) -> Kept:
 def _check_like(op: str, name: str, x: Tensor, shape: Sequence[int], dtypes: tuple[torch.dtype, ...]) -> None:
     if x.dtype not in dtypes:
         names = " or ".join(map(str, dtypes))
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}, but it must be {names}. Convert it, or pass what was kept.")
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}, but must be {names}. Convert it, or pass the saved tensor.")
     if x.shape != shape:
         raise ValueError(
-            f"{op}: {name} has shape {tuple(x.shape)}, but it is taken element by element with a tensor of shape "
-            f"{tuple(shape)}; nothing is broadcast. Expand it first."
+            f"{op}: {name} has shape {tuple(x.shape)}, but must have shape {tuple(shape)}; it is not broadcast. "
+            "Expand it first."
         )
 
 
 def check_gate(
     op: str, g: Tensor, a: Tensor | None, b: Tensor | None, mask: Tensor | None, activation: str
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """a, b and mask as far as they are needed, checked."""
+    """Returns a, b and mask, checked; None for those that are not needed."""
     check_activation(op, activation)
     channels = g.shape[1]
     if TABLE[activation].is_smooth or (mask is None and activation != "none"):
@@ -184,14 +183,14 @@ def check_gate(
         if mask.dtype is not torch.uint8 or mask.shape != shape:
             raise ValueError(
                 f"{op}: mask has shape {tuple(mask.shape)} and dtype {mask.dtype}, but for a gradient of shape "
-                f"{tuple(g.shape)} it is uint8 {shape}: one bit for each element. Pass the mask of the forward pass."
+                f"{tuple(g.shape)} it must be uint8 {shape}, one bit per element. Pass the mask of the forward pass."
             )
         mask = mask.contiguous()
     return None, None, mask
 
 
 def check_parts(op: str, parts: GradientParts) -> GradientParts:
-    """A gradient that is not written out, checked."""
+    """Returns the parts of a gradient that is not stored, checked."""
     g, x, a, b, mask, activation, p, q, r = parts
     g = check_tensor(op, "g", g)
     x = check_kept(op, x, g)
@@ -202,7 +201,7 @@ def check_parts(op: str, parts: GradientParts) -> GradientParts:
 
 
 def check_norm(op: str, norm: BatchNorm, channels: int) -> BatchNorm:
-    """The parameters of a norm in training, dense; the running statistics are left as they are."""
+    """Returns the parameters of a norm in training, checked and dense. The running statistics are not copied."""
     gamma, beta, bias, eps, running, momentum = norm
     gamma, beta = check_optional(op, "gamma", gamma, channels), check_optional(op, "beta", beta, channels)
     bias = check_optional(op, "bias", bias, channels)
@@ -213,11 +212,11 @@ def check_norm(op: str, norm: BatchNorm, channels: int) -> BatchNorm:
 def check_extremes(
     op: str, x: Tensor, low: Tensor | None, high: Tensor | None, mean: Tensor | None, kind: str
 ) -> Extremes | None:
-    """What is needed to store x as int8: low, high and mean of each channel; None for bfloat16."""
+    """Returns what is needed to save x as int8: low, high and mean of each channel; None for bfloat16."""
     if kind == "bfloat16":
         return None
     if kind != "int8":
-        raise ValueError(f"{op}: BatchNorm's input cannot be kept as {kind!r}; there are 'bfloat16' and 'int8'.")
+        raise ValueError(f"{op}: the input of BatchNorm cannot be saved as {kind!r}; choose 'bfloat16' or 'int8'.")
     if low is None or high is None or mean is None:
         raise TypeError(f"{op}: int8 needs low, high and mean of each channel. Pass those of channel_stats.")
     channels = x.shape[1]

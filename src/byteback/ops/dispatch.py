@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How PyTorch sees the operators, and the short way past its dispatcher.
+"""Registers the operators with PyTorch, and calls kernels without its dispatcher where possible.
 
-`define` registers an operator once: its schema, its kernel, and its fake, which gives the shape, dtype and strides that the
-kernel will give, so that `torch.compile` can trace through it. The function that it returns calls the kernel directly for
-plain eager tensors: through the dispatcher and Python and back a call costs some 30 µs, more than the kernel of a small layer.
-The dispatcher is needed where something else intercepts the call: a subclass, a mode, a transform, a tracer, the profiler,
-autocast, another device. A tensor's key set and the thread's tell; both must be those of an ordinary CPU tensor.
+`define` registers an operator: its schema, its kernel, and its fake kernel, which returns a tensor with the shape, dtype and
+strides of the result, so that `torch.compile` can trace it. The function that it returns calls the kernel directly for plain
+eager tensors, because a call through the dispatcher takes some 30 µs, more than the kernel of a small layer. The dispatcher is
+needed if something else intercepts the call: a subclass, a mode, a transform, a tracer, the profiler, autocast or another
+device. This is decided by the dispatch keys of the tensors and of the thread: all must be those of an ordinary CPU tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from byteback.ops.backends.registry import same_device
 
 _library = torch.library.Library("byteback", "DEF")
 
-# Bound once: after a large layer every look-up in PyTorch's modules is a miss of the cache.
+# Looked up once: after a large layer every attribute look-up in PyTorch's modules is a cache miss.
 _compiling = torch.compiler.is_compiling
 _keys_of = torch._C._dispatch_keys
 _keys_of_thread = torch._C._dispatch_tls_local_include_set
@@ -34,14 +34,14 @@ _CONSTANTS = frozenset({int, bool, list, tuple, torch.Size, type(None)})
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers one operator, `schema` starting with its name, and returns the function that calls it.
+    """Registers an operator and returns the function that calls it. `schema` starts with the name of the operator.
 
-    Tensors on different devices are refused in the kernel and in the fake: PyTorch would leave a result on one of them as it
-    was allocated. (Tensors that take the short way are all on the CPU.)
+    The kernel and the fake kernel raise an error if tensors are on different devices: PyTorch would return an uninitialized
+    result on one of them. (Calls without the dispatcher only have CPU tensors.)
     """
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    # Integers have no derivative: whatever an operator returns is a constant, and autograd passes by.
+    # Integers have no derivative: the results are constants, and autograd does not record the operator.
     _library.impl(name, torch.no_grad()(_on_one_device(name, kernel)), "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"byteback::{name}", _on_one_device(name, fake), lib=_library)
@@ -63,11 +63,11 @@ def _on_one_device(name: str, function: Callable[..., Any]) -> Callable[..., Any
 
 
 def _ordinary() -> tuple[frozenset[int], frozenset[int]]:
-    """The key sets of CPU tensors and of threads to which nothing was added, inside inference mode and outside."""
+    """Returns the dispatch keys of ordinary CPU tensors and of ordinary threads, inside and outside of inference mode."""
     tensors, threads = set(), set()
     for inference in (False, True):
         with torch.inference_mode(inference):
-            # On the CPU, whatever torch.set_default_device says: else tensors of another device would count as plain.
+            # On the CPU, whatever torch.set_default_device says: otherwise tensors of another device would count as plain.
             tensors.add(_keys_of(torch.empty(0, device="cpu")).raw_repr())
             threads.add(_keys_of_thread().raw_repr())
     return frozenset(tensors), frozenset(threads)
@@ -77,12 +77,12 @@ _PLAIN_TENSOR, _PLAIN_THREAD = _ordinary()
 
 
 def is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether an operator with these arguments may be called past the dispatcher.
+    """Whether an operator with these arguments may be called without the dispatcher.
 
     >>> is_plain((torch.zeros(2), 1)), is_plain((torch.zeros(2, device="meta"), 1))
     (True, False)
     """
-    # torch.compile answers the first question while it traces, and never sees the rest.
+    # torch.compile evaluates the first condition while it traces, and does not trace the rest.
     if _compiling() or _function_mode() or _profiling():
         return False
     if _keys_of_thread().raw_repr() not in _PLAIN_THREAD:
@@ -97,11 +97,11 @@ def is_plain(arguments: tuple[Any, ...]) -> bool:
     return True
 
 
-_MOST_PLANS = 4096  # a network has a few hundred; one that sees images of every size would fill the memory
+_MOST_PLANS = 4096  # a network has a few hundred; with images of many sizes plans would fill the memory
 
 
 def remembered(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> Any:
-    """A new plan, after it was stored with the others."""
+    """Stores a new plan in `plans` and returns it."""
     if len(plans) >= _MOST_PLANS:
         plans.clear()
     plans[key] = plan

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of a norm, per channel: from sums over the batch to the numbers that a fused pass multiplies and adds.
+"""The arithmetic of a norm per channel: computes the coefficients of a fused pass from sums over the batch.
 
     forward     mean = Σx / M,  var = max(Σx²/M - mean², 0),  invstd = 1 / sqrt(var + eps)
                 a = gamma·invstd,  b = beta - mean·a
     backward    with g the gradient of a·x + b:  grad_beta = Σg,  grad_gamma = (Σg·x - mean·Σg)·invstd,
                 grad_x = a·(g - grad_beta/M - (x - mean)·invstd·grad_gamma/M) = a·g + q·x + r
-    its spread  Σgrad_x and Σgrad_x² follow from Σg, Σg·x, Σg² and the statistics of x: grad_x need not be read
+    its sums    Σgrad_x and Σgrad_x² are computed from Σg, Σg·x, Σg² and the statistics of x, without reading grad_x
 
-All of it in float64; a, b, q, r are rounded to float32 once, b after a and r after q. Vectors are (C,).
+All arithmetic is float64. a, b, q, r are rounded to float32 once, b after a and r after q. Vectors have shape (C,).
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def norm_coefficients(
     momentum: float,
     activation: str,
 ) -> Coefficients:
-    """The norm of a training step from channel_stats over `count` pixels; updates the running statistics (mean, variance).
+    """Returns the norm of a training step from channel_stats over `count` pixels. Updates the running mean and variance.
 
-    `bias` is the convolution's, which x leaves out: a batch norm subtracts it again, so it only shifts the running mean.
+    `bias` is that of the convolution and not part of x: a batch norm would subtract it again, so it only shifts the running
+    mean.
 
     >>> stats = torch.tensor([4.0]).double(), torch.tensor([10.0]).double(), torch.tensor([1.0]), torch.tensor([3.0])
     >>> made = norm_coefficients(stats, 2, None, None, None, 0.0, None, 0.1, "relu")
@@ -55,7 +56,7 @@ def norm_coefficients(
 def norm_folded(
     mean: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """a and b of a norm with given statistics, after a convolution whose `bias` x leaves out.
+    """Returns a and b of a norm with given statistics, after a convolution. Its `bias` is not part of x.
 
     >>> a, b = norm_folded(torch.tensor([1.0]), torch.tensor([4.0]), torch.tensor([6.0]), None, None, 0.0)
     >>> a.item(), b.item()
@@ -69,7 +70,7 @@ def norm_folded(
 
 
 def norm_invstd(var: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(var + eps) in float64, of a norm with given statistics: sum, root and quotient are each rounded once.
+    """Returns 1 / sqrt(var + eps) in float64 for a norm with given statistics. Sum, root and quotient are each rounded once.
 
     >>> norm_invstd(torch.tensor([4.0, 0.25]), 0.0).tolist()
     [0.5, 2.0]
@@ -82,7 +83,7 @@ def norm_invstd(var: Tensor, eps: float) -> Tensor:
 def norm_gradient(
     a: Tensor, mean: Tensor, invstd: Tensor, total: Tensor, dot: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, r, grad_gamma, grad_beta) from total = Σg and dot = Σg·x over `count` pixels; a is float32, the others are float64.
+    """Returns (q, r, grad_gamma, grad_beta) from total = Σg and dot = Σg·x over `count` pixels. Only a is float32, not float64.
 
     >>> one = torch.ones(1)
     >>> [v.item() for v in norm_gradient(one, one.double(), one.double(), one.double(), 3 * one.double(), 2)]
@@ -95,7 +96,7 @@ def norm_gradient(
 
 
 def _wide(op: str, channels: int, **vectors: Tensor) -> list[Tensor]:
-    """Float64 vectors over the channels, dense."""
+    """Returns float64 vectors with one number per channel, checked and dense."""
     return [check_vector(op, name, vector, channels, _FLOAT64) for name, vector in vectors.items()]
 
 
@@ -111,10 +112,10 @@ def gradient_sums(
     squares: Tensor,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """Σdx and Σdx² of dx = a·g + q·x + r, from total = Σg, dot = Σg·x and squares = Σg² over `count` pixels.
+    """Returns Σdx and Σdx² of dx = a·g + q·x + r, from total = Σg, dot = Σg·x and squares = Σg² over `count` pixels.
 
-    With shift = q·mean + r it is dx = a·g + q·(x - mean) + shift, where x - mean has the sum 0 and the sum of squares
-    count·var. That leaves out how dx is rounded to float32, and that x may be stored as something smaller.
+    With shift = q·mean + r this is dx = a·g + q·(x - mean) + shift, where x - mean has the sum 0 and the sum of squares
+    count·var. It ignores that dx is rounded to float32 and that x may be saved in a smaller dtype.
 
     >>> g, x, one = torch.tensor([[1.0], [5.0]]), torch.tensor([[0.0], [2.0]]), torch.ones(1)
     >>> sums = (torch.tensor([6.0]).double(), torch.tensor([10.0]).double(), torch.tensor([26.0]).double())

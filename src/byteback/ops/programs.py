@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clip rules that backends know by heart, each as the few numbers it takes.
+"""Programs: clip rules that backends implement themselves, described by a few numbers.
 
-A clip rule (`quantize/clipping.py`) says how it chooses a clip in methods of its own, and every backend can call those. Some
-rules are worth more: one pass instead of three, or no look from the host. Such a rule names its program (`ClipRule.program`),
-and a backend that knows the program runs it, with the same bits. A backend that does not know it calls the rule's methods.
+A clip rule (`quantize/clipping.py`) chooses a clip in its methods, and every backend can call them. For some rules a backend
+can do better: one pass instead of three, or no synchronization with the host. Such a rule returns a program
+(`ClipRule.program`). A backend that implements the program runs it, with the same bits. Other backends call the methods.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Held(NamedTuple):
 class Averaged(NamedTuple):
     """Magnitude-aware clips (`recipes/magnitude_aware.py`), of one copy of a gradient or of two at once.
 
-    Gaussian where the share of |g| > σ exceeds `threshold`: clip = max|g|; else clip = before · keep + max|g| · add.
+    If the share of |g| > σ exceeds `threshold` (Gaussian), clip = max|g|. Otherwise clip = before · keep + max|g| · add.
     """
 
     threshold: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization as operators: from floats to int8 values with a scale, and the noise of stochastic rounding."""
+"""Quantization operators: from floats to int8 values with a scale, and the noise of stochastic rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _plans: dict[tuple[Any, ...], Any] = {}
 
 
 def broadcasts(per_scale: Tensor, x: Tensor) -> bool:
-    """Whether a clip or a scale has the rank of x and ones along the axes that share it."""
+    """Whether a clip or a scale has the rank of x, with size 1 along the axes that share it."""
     if per_scale.dim() != x.dim():
         return False
     return per_scale.numel() == 1 or all(c in (1, n) for c, n in zip(per_scale.shape, x.shape, strict=True))
@@ -30,7 +30,7 @@ def _check_quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> None:
     if clip.dtype != torch.float32 or not broadcasts(clip, x):
         raise ValueError(
             f"quantize: clip has shape {tuple(clip.shape)} and dtype {clip.dtype}, x has shape {tuple(x.shape)}; the clip "
-            "must be float32 with the rank of x and ones along the axes that share it. Reshape the clip."
+            "must be float32 with the rank of x, with size 1 along the axes that share it. Reshape the clip."
         )
     _check_key("quantize", key)
 
@@ -38,8 +38,8 @@ def _check_quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> None:
 def _check_key(op: str, key: Tensor | None) -> None:
     if key is not None and (key.shape != (2,) or key.dtype != torch.int64):
         raise ValueError(
-            f"{op}: key has shape {tuple(key.shape)} and dtype {key.dtype}; stochastic rounding needs the int64 pair "
-            "that byteback.ops.noise_key makes."
+            f"{op}: key has shape {tuple(key.shape)} and dtype {key.dtype}, but a noise key is two int64 numbers. Create it "
+            "with byteback.ops.noise_key."
         )
 
 
@@ -55,7 +55,7 @@ def _quantize_fake(x: Tensor, clip: Tensor, key: Tensor | None) -> Quantized:
 
 def check_axis(op: str, x: Tensor, axis: int) -> None:
     if not -1 <= axis < x.dim():
-        raise ValueError(f"{op}: axis is {axis}, but x has shape {tuple(x.shape)}; give one of its axes, or -1 for all.")
+        raise ValueError(f"{op}: axis is {axis}, but x has shape {tuple(x.shape)}; pass one of its axes, or -1 for all.")
 
 
 def _check_quantize_max(x: Tensor, axis: int, key: Tensor | None) -> None:
@@ -66,7 +66,7 @@ def _check_quantize_max(x: Tensor, axis: int, key: Tensor | None) -> None:
 
 def _quantize_max(x: Tensor, axis: int, key: Tensor | None) -> Any:
     backend = backend_for("quantize_max", x, key)
-    known = (backend, axis, x.dtype, x.shape, x.stride())  # as with products, checked once for each
+    known = (backend, axis, x.dtype, x.shape, x.stride())  # arguments are checked once for each plan
     plan = _plans.get(known)
     if plan is None:
         _check_quantize_max(x, axis, key)
@@ -85,8 +85,8 @@ def _noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
     for name, tensor in (("seed", seed), ("layer", layer), ("count", count)):
         if tensor.dtype != torch.int64 or tensor.numel() != 1:
             raise TypeError(
-                f"noise_key: {name} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}; the key is made of single int64 "
-                "numbers. Pass torch.tensor(number)."
+                f"noise_key: {name} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}, but must be a single int64 "
+                "number. Pass torch.tensor(number)."
             )
     return backend_for("noise_key", seed, layer, count).noise_key(seed, layer, count, rank)
 
@@ -106,9 +106,10 @@ _noise_key_operator = define(
 
 
 def quantize(x: Tensor, clip: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q = round(clamp(x * (127 / clip), ±127)), scale = clip / 127; to nearest, or stochastically with a noise key.
+    """Quantizes x: q = round(clamp(x * (127 / clip), ±127)), scale = clip / 127. Rounds stochastically with a noise key.
 
-    Returns the int8 values, the scale (shaped as `clip`), the counts (|x| > clip, non-finite) and max|x|.
+    Without a key it rounds to nearest. Returns the int8 values, the scale (in the shape of `clip`), the counts (|x| > clip,
+    non-finite) and max|x|.
 
     >>> x = torch.tensor([[-4.0, 0.1, 2.0]])
     >>> values, scale, counts, peak = quantize(x, torch.tensor([[2.0]]))
@@ -119,9 +120,9 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None = None) -> tuple[Tensor
 
 
 def quantize_max(x: Tensor, axis: int = -1, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize` with clip = max|x|, over everything (-1) or for each index of `axis`: `absmax` and `quantize` in one call.
+    """Quantizes x with clip = max|x| of the whole tensor (-1) or for each index of `axis`: `absmax` and `quantize` in one call.
 
-    Returns the int8 values, the scale, the clip (both shaped as `absmax` shapes it) and the counts (saturated, non-finite).
+    Returns the int8 values, the scale, the clip (both in the shape of `absmax`) and the counts (saturated, non-finite).
 
     >>> values, scale, clip, counts = quantize_max(torch.tensor([[-4.0, 0.1, 2.0]]))
     >>> values.tolist(), clip.tolist(), counts.tolist()
@@ -131,10 +132,10 @@ def quantize_max(x: Tensor, axis: int = -1, key: Tensor | None = None) -> tuple[
 
 
 def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int = 0) -> Tensor:
-    """The key of one gradient's noise: an int64 pair, different for each (seed, rank, layer, count).
+    """Returns the noise key of one gradient: two int64 numbers, different for each (seed, rank, layer, count).
 
-    Of the layer and the rank the low 32 bits count, of the seed and the count all 64. Both words of the key are below 2^32;
-    where a caller makes a key of other numbers, `quantize` and its kind read the low 32 bits of each.
+    All 64 bits of seed and count are used, and the low 32 bits of layer and rank. Both numbers of the key are below 2^32. For
+    other keys, the operators that take a key use only the low 32 bits of each number.
     """
     return _noise_key_operator(seed, layer, count, whole("noise_key", "rank", rank))
 
@@ -142,22 +143,22 @@ def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int = 0) -> Tens
 def check_clips(
     op: str, x: Tensor, clip: Tensor, per_channel: Tensor, key: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The clips and the key of a tensor that is quantized twice."""
+    """Returns the clips and the key of a tensor that is quantized twice, checked."""
     clip, key = check_one(op, "clip", clip), check_key(op, key)
     shape = (1, x.shape[1], *(1,) * (x.dim() - 2))
     if per_channel.shape != shape or per_channel.dtype is not torch.float32:
         raise ValueError(
             f"{op}: clip_per_channel has shape {tuple(per_channel.shape)} and dtype {per_channel.dtype}, but for a tensor of "
-            f"shape {tuple(x.shape)} it is float32 {shape}. Reshape it."
+            f"shape {tuple(x.shape)} it must be float32 {shape}. Reshape it."
         )
     return clip, per_channel.contiguous(), key
 
 
 def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[Quantized, Quantized]:
-    """quantize(x, clip, key) and quantize(x, clip_per_channel, key): the same noise, one reading of x.
+    """Returns quantize(x, clip, key) and quantize(x, clip_per_channel, key), with the same noise, in one pass over x.
 
-    For recipes whose grad_input takes one scale for the tensor and whose grad_weight one for each channel. A plain function for
-    tensors without gradients, outside torch.compile.
+    For recipes with one scale per tensor for grad_input and one per channel for grad_weight. This is a plain function for
+    tensors without gradients, outside of torch.compile.
 
     >>> x = torch.tensor([[1.0, -3.0]])
     >>> both = quantize_pair(x, torch.tensor(3.0), torch.tensor([[1.0, 6.0]]), None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics as operators: maxima, sums and counts of float tensors, and the terms of the cosine with their quantized self.
+"""Statistics as operators: maxima, sums and counts of float tensors, and the terms of the cosine between x and quantized x.
 
-They decide clips and factors and so steer integers: every backend gives the same bits (backends/reference/statistics.py).
+Clips and so integers depend on them, so every backend gives the same bits (backends/reference/statistics.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _tail_count(x: Tensor, threshold: Tensor) -> Tensor:
     if threshold.dtype != torch.float32 or list(threshold.shape) not in (one, per_channel):
         raise ValueError(
             f"tail_count: threshold has shape {tuple(threshold.shape)} and dtype {threshold.dtype}, x has shape "
-            f"{tuple(x.shape)}; it must be float32, one for all {tuple(one)} or one per channel {tuple(per_channel)}."
+            f"{tuple(x.shape)}; it must be float32 of shape {tuple(one)}, or {tuple(per_channel)} for one per channel."
         )
     return backend_for("tail_count", x, threshold).tail_count(x, threshold)
 
@@ -60,7 +60,8 @@ def _dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     if values.shape != x.shape or scale.dtype != torch.float32 or not broadcasts(scale, x):
         raise ValueError(
             f"dot_terms: x has shape {tuple(x.shape)}, values {tuple(values.shape)}, scale {tuple(scale.shape)} of "
-            f"{scale.dtype}; values must have the shape of x, and scale is float32 with its rank and ones along shared axes."
+            f"{scale.dtype}; values must have the shape of x, and scale must be float32 of the same rank, with size 1 along "
+            "the axes that share it."
         )
     return backend_for("dot_terms", x, values, scale).dot_terms(x, values, scale)
 
@@ -70,7 +71,7 @@ def _check_clips(op: str, x: Tensor, clips: Tensor, rank: int) -> None:
     if clips.dtype != torch.float32 or clips.dim() != rank:
         raise ValueError(
             f"{op}: the clip has shape {tuple(clips.shape)} and dtype {clips.dtype}; it must be float32 with {rank} axes, "
-            "since this operator measures clips for the whole tensor. Reshape it."
+            "because this operator measures clips for the whole tensor. Reshape it."
         )
 
 
@@ -113,7 +114,7 @@ _cosine_slope_terms_operator = define(
 
 
 def absmax(x: Tensor, axis: int = -1) -> Tensor:
-    """max|x|, over everything (-1) or for each index of `axis`; the other axes become ones. NaN if any element is.
+    """Returns max|x| of the whole tensor (-1) or for each index of `axis`. The other axes have size 1. NaN if any x is NaN.
 
     >>> absmax(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), axis=1).tolist()
     [[2.0, 3.0]]
@@ -122,7 +123,7 @@ def absmax(x: Tensor, axis: int = -1) -> Tensor:
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per channel max|x|, Σx and Σx², each of shape (1, C, 1, ...); the sums are float64 with defined bits.
+    """Returns max|x|, Σx and Σx² of each channel, each of shape (1, C, 1, ...). The sums are float64 with defined bits.
 
     >>> [m.flatten().tolist() for m in moments(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))]
     [[2.0, 3.0], [3.0, -2.5], [5.0, 9.25]]
@@ -131,12 +132,12 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
-    """Per channel, how many |x| exceed the threshold (one for all, or one per channel)."""
+    """Returns how many |x| of each channel exceed the threshold (one for all, or one per channel)."""
     return _tail_count_operator(x, threshold)
 
 
 def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """(x·x̂, x̂·x̂, x·x) in float64, x̂ = values · scale: for the cosine between a tensor and its quantized self.
+    """Returns (x·x̂, x̂·x̂, x·x) in float64, with x̂ = values · scale, for the cosine between x and quantized x.
 
     >>> q = torch.tensor([[6, 8]], dtype=torch.int8)
     >>> dot_terms(torch.tensor([[3.0, 4.0]]), q, torch.tensor([[0.5]])).tolist()
@@ -146,10 +147,10 @@ def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
 
 
 def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool = False) -> Tensor:
-    """One row (x·q, q·q, x·x) for each candidate clip, with q rounded to nearest under that clip.
+    """Returns a row (x·q, q·q, x·x) for each candidate clip, with q quantized with that clip and rounded to nearest.
 
-    With `stochastic` the terms are those expected of stochastic rounding: with y the number before it is rounded and f its
-    fractional part, x·q is x·y and q·q is Σ (y² + f (1 - f)).
+    With `stochastic` the terms are the expected values for stochastic rounding: x·q is x·y and q·q is Σ (y² + f (1 - f)), where
+    y is the number before rounding and f its fractional part.
 
     >>> x = torch.tensor([[127.0, 31.75]])
     >>> cosine_terms(x, torch.tensor([127.0])).tolist(), cosine_terms(x, torch.tensor([127.0]), stochastic=True).tolist()
@@ -159,7 +160,7 @@ def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool = False) -> Tensor:
 
 
 def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool = False) -> Tensor:
-    """`cosine_terms` of each channel by itself, for candidates (candidates, C) with a clip for each: (candidates, 3, C).
+    """Returns `cosine_terms` of each channel, (candidates, 3, C), for clips (candidates, C) with one clip per channel.
 
     >>> x = torch.tensor([[127.0, 2.0]])
     >>> channel_cosine_terms(x, torch.tensor([[127.0, 127.0], [127.0, 2.0]]))[:, 1].tolist()
@@ -169,12 +170,12 @@ def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool = False) -> 
 
 
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
-    """(x·q, q·q, x·x, x·d, q·d), d being 127 times the derivative of the quantized tensor by its clip."""
+    """Returns (x·q, q·q, x·x, x·d, q·d), where d is 127 times the derivative of the quantized tensor by its clip."""
     return _cosine_slope_terms_operator(x, clip)
 
 
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per channel Σx, Σx² (float64, defined bits), min x and max x (float32; NaN if any element is): four vectors (C,).
+    """Returns Σx, Σx² (float64, defined bits), min x and max x (float32; NaN if any element is NaN) of each channel, all (C,).
 
     >>> [s.tolist() for s in channel_stats(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))]
     [[3.0, -2.5], [5.0, 9.25], [1.0, -3.0], [2.0, 0.5]]
@@ -184,7 +185,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def tail_count_pair(x: Tensor, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """tail_count with a threshold for each channel, (C,), and with one for all: two int64 tensors (1, C, 1, ...).
+    """Returns tail_count with a threshold per channel, (C,), and with one for all: two int64 tensors (1, C, 1, ...).
 
     >>> x = torch.tensor([[1.0, -3.0], [2.0, 0.5]])
     >>> [count.tolist() for count in tail_count_pair(x, torch.tensor([0.5, 4.0]), torch.tensor(0.75))]

@@ -3,8 +3,8 @@
 
     x ─ choose clip (clipping.py) ─ scale = clip/127 ─ saturate ─ round ─► QTensor (qtensor.py)
 
-`rule.py` says how one tensor is to be quantized, `quantizer.py` holds the state over a run; the step itself is one operation
-of a backend (ops/quantizer.py).
+`rule.py` says how one tensor is quantized, and `quantizer.py` has the state over a run. The step itself is one operation of a
+backend (ops/quantizer.py).
 """
 
 from byteback.ops.quantizer import (

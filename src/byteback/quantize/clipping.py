@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clip rules: how the bound of a tensor is chosen before it is rounded.
+"""Clip rules: how the clip of a tensor is chosen before it is rounded.
 
-A rule is frozen data with one method for each thing that it decides. Only `choose` is required: it sees the tensor and what
-was remembered of earlier iterations, and returns a `Choice`. Writing the memory is the work of the quantizer's step
-(ops/quantizer.py). A rule does not look at tensors' numbers itself (`item`, `tolist`, `float`): it computes with tensors, or
-asks `Memory.numbers` and `ops.quantizer.look`. The papers' own rules are in `byteback.recipes`.
+A rule is frozen data with one method per decision. Only `choose` is required: it gets the tensor and the memory of earlier
+iterations, and returns a `Choice`. The quantizer's step writes the memory (ops/quantizer.py). A rule does not read numbers
+from tensors with `item`, `tolist` or `float`. It computes with tensors, or calls `Memory.numbers` or `ops.quantizer.look`.
+The rules of the papers are in `byteback.recipes`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Choice", "ClipRule", "MaxAbs", "Memory"]
 
 @dataclass(frozen=True)
 class ClipRule:
-    """Base of all clip rules.
+    """Base class of all clip rules.
 
-    varies_along    the granularities for which the rule can choose clips
-    looks_back      whether it uses its memory. Only rules for gradients may: activation checkpointing runs a forward pass
-                    again, and it must then choose as before
-    diagnostics     names of what the rule has to say of a tensor besides its clip (`Choice.diagnostics`); they appear in
-                    `health`, in a run's journal and on its page
+    varies_along    the granularities that the rule supports
+    looks_back      whether the rule uses its memory. Only rules for gradients may: activation checkpointing runs a forward pass
+                    again, which must choose the same clip
+    diagnostics     names of the other numbers that the rule returns for a tensor (`Choice.diagnostics`); they appear in
+                    `health`, in the journal of a run and on its report page
     """
 
     varies_along: ClassVar[tuple[str, ...]] = ("tensor", "N", "C", "K")
@@ -37,44 +37,44 @@ class ClipRule:
     diagnostics: ClassVar[tuple[str, ...]] = ()
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
-        """The clip for x, one for the whole tensor (axis -1) or one for each index of `axis`."""
-        raise NotImplementedError(f"{type(self).__name__}.choose: a clip rule must say how it chooses its clip")
+        """Returns the clip for x: one for the whole tensor (axis -1), or one for each index of `axis`."""
+        raise NotImplementedError(f"{type(self).__name__}.choose: a clip rule must implement choose(x, axis, memory)")
 
     def allows(self, per: str) -> bool:
-        """Whether the rule can choose clips of this granularity."""
+        """Whether the rule supports this granularity."""
         return per in self.varies_along
 
     def entries(self, scales: int) -> int:
-        """How many numbers the rule remembers of a tensor with so many scales."""
+        """Returns how many numbers the rule remembers for a tensor with this number of scales."""
         return scales
 
     def held(self, memory: Memory) -> Choice | None:
-        """What `choose` would return, where that takes no look at the tensor; None where it does."""
+        """Returns the result of `choose` if it does not depend on the tensor this time; None if it does."""
         return None
 
     def refit(self, held: Choice, peak: float, memory: Memory) -> Choice | None:
-        """Another choice in place of a held one, now that max|x| is known; None to keep it."""
+        """Returns a new choice to replace a held one, now that max|x| is known; None to keep it."""
         return None
 
     def is_stale(self, choice: Choice, saturated: float, peak: float) -> bool:
-        """Whether a held clip proved wrong, given the saturated share and max|x| of this tensor; then `choose` is asked."""
+        """Whether a held clip does not fit this tensor, given its saturated share and max|x|. Then `choose` is called."""
         return False
 
     def search_period(self) -> int:
-        """Iterations between two searches; 1 for a rule that chooses anew every time."""
+        """Returns the number of iterations between two searches; 1 for a rule that chooses a clip in every iteration."""
         return 1
 
     def program(self) -> Any:
-        """The rule as a backend may know it by heart (ops/programs.py); None where it is no such rule."""
+        """Returns the rule in a form that backends implement themselves (ops/programs.py); None if there is no such form."""
         return None
 
 
 @dataclass(frozen=True)
 class MaxAbs(ClipRule):
-    """clip = max|x|: nothing saturates. What the first paper uses for weights and activations."""
+    """clip = max|x|, so nothing saturates. The first paper uses it for weights and activations."""
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
-        """max|x|.
+        """Returns max|x|.
 
         >>> import torch
         >>> nothing = Memory(torch.zeros(1), False, 0, 0)
@@ -85,5 +85,5 @@ class MaxAbs(ClipRule):
         return Choice(clip, remember=clip)
 
     def program(self) -> Maximum:
-        """Clip and integers can be found in one call."""
+        """Returns a program: a backend computes clip and integers in one call."""
         return Maximum()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """QTensor: the integers of one tensor for one step, with their scale.
 
-Invariants: values is int8 in [-127, 127]; scale is float32, positive, of the same rank, with ones along the axes that
-share it; the tensor it stands for is about values * scale. Granularity is nothing but the shape of `scale`.
+Invariants: values is int8 in [-127, 127]. scale is float32 and positive. It has the same rank, with size 1 along the axes that
+share it, so its shape is the granularity. values * scale approximates the original tensor.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ class QTensor(NamedTuple):
     scale: Tensor
 
     def dequantize(self) -> Tensor:
-        """values * scale, in float32."""
+        """Returns values * scale in float32."""
         return self.values.float() * self.scale

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizer: the state of one tensor of one layer over a run, and how its steps are to be taken.
+"""Quantizer: the state of one tensor of one layer over a run.
 
-A step depends on its data (is it time to search a clip? did too much saturate? is anything NaN?), so it is one operation of a
-backend (ops/quantizer.py), which gets the tensor and this state. For PyTorch it is one operator that declares which buffers it
-writes; `torch.compile` then sees no data-dependent branch. In eager mode the same function is called directly.
+A step depends on its data (is a new search due? did too much saturate? is anything NaN?), so it is one operation of a backend
+(ops/quantizer.py), which gets the tensor and this state. For `torch.compile` it is one operator that declares which buffers it
+writes, so the graph has no data-dependent branch. In eager mode the same function is called directly.
 
-Buffers have a fixed shape from the start, one row for each of 8 call slots: a module that is called several times in one
-forward keeps its calls apart.
+Buffers have a fixed shape from the start, with one row for each of 8 call slots: a module that is called several times in one
+forward has separate state for each call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALL_SLOTS = 8
 
 
 class Settings(NamedTuple):
-    """What does not change from step to step: the constants of one quantizer call."""
+    """The settings of one quantizer call, which are the same in every step."""
 
     rule: TensorRule
     role: str
@@ -36,15 +36,15 @@ class Settings(NamedTuple):
     on_nonfinite: str
     observe_every: int
     momentum: float
-    by_channel: bool = False  # measure the deviation of each channel too: a depthwise convolution keeps channels apart
+    by_channel: bool = False  # measure the deviation of each channel too: a depthwise convolution does not mix channels
 
     def axis(self) -> int:
-        """The axis along which the scale varies; -1 for none."""
+        """Returns the axis along which the scale varies; -1 for none."""
         return AXES[self.role].get(self.rule.per, -1)
 
 
 def columns_of(rule: TensorRule) -> dict[str, int]:
-    """Where `Quantizer.observed` holds what, by name: what every step observes, and the diagnostics of the clip rule.
+    """Returns the columns of `Quantizer.observed` by name: those of every step, and the diagnostics of the clip rule.
 
     >>> columns_of(TensorRule())
     {'saturated': 0, 'deviation': 1, 'clip': 3, 'worst_channel': 4}
@@ -61,16 +61,16 @@ def columns_of(rule: TensorRule) -> dict[str, int]:
 
 
 def quantize_fresh(x: Tensor, settings: int, iteration: Tensor) -> QTensor:
-    """x as int8 by a rule that needs no memory; `settings` is registered."""
+    """Quantizes x by a rule that needs no memory. `settings` is the number of registered settings."""
     if torch.compiler.is_compiling():
         return QTensor(*torch.ops.byteback.quantize_fresh(x, iteration, settings))
     return QTensor(*steps.fresh(x, iteration, settings_of(settings)))
 
 
 def moved(buffer: Tensor, fn: Callable[[Tensor], Tensor], initial: int) -> Tensor:
-    """A buffer after Module._apply(fn): on the device that fn takes it to, with the numbers and the dtype that it had.
+    """Returns a buffer after Module._apply(fn): on the device that fn moves it to, with the same values and dtype as before.
 
-    `to_empty` takes it to memory that holds anything. From the meta device, where it had no numbers, it begins with `initial`.
+    The values are copied because fn may be `to_empty`. A buffer on the meta device has no values and is filled with `initial`.
     """
     made = fn(buffer).to(buffer.dtype)
     if made.device == buffer.device:
@@ -82,19 +82,19 @@ def moved(buffer: Tensor, fn: Callable[[Tensor], Tensor], initial: int) -> Tenso
 
 
 class Quantizer(nn.Module):
-    """The memory of one tensor (input, grad_output) of one layer: fixed-shape buffers, in the state_dict.
+    """The state of one tensor (input, grad_output) of one layer: buffers of fixed shape, saved in the state_dict.
 
-    clip         what the clip rule remembers, one row per call slot (`ClipRule.entries`)
-    initialized  whether it remembers anything yet
-    updated_at   the iteration of its last search
-    observed     what was last observed, by name in `columns_of`: saturated share, direction deviation, largest clip, ...
-    seen         whether anything was observed yet
-    tracked      (inputs only) the average clip of training, which eval uses
+    clip         numbers that the clip rule remembers, one row per call slot (`ClipRule.entries`)
+    initialized  whether `clip` was written yet
+    updated_at   the iteration of the last search
+    observed     the last observations, in the columns of `columns_of`: saturated share, direction deviation, largest clip, ...
+    seen         whether `observed` was written yet
+    tracked      (inputs only) the average clip in training, used in eval mode
 
-    Flags are floats, 0 or 1: an average of models (an EMA of buffers) can subtract those.
+    Flags are floats, 0 or 1, because averages of models (an EMA of buffers) subtract them.
 
     One tensor is no buffer and not in the state_dict, because DistributedDataParallel overwrites buffers with those of rank 0:
-    unshared     what this process measured since the optimizer's last step and other ranks have yet to hear of (nn/ranks.py):
+    unshared     measurements of this process since the last optimizer step, not yet shared with other ranks (nn/ranks.py):
                  x·x̂, x̂·x̂, x·x and whether they were measured, for each call slot; tensors with NaN or Inf, in row 0
     """
 
@@ -120,7 +120,7 @@ class Quantizer(nn.Module):
         self.unshared = zeros(CALL_SLOTS, 5, dtype=torch.float64)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
-        """Moves with the model, but stays float32 under .half() and .bfloat16(): clips steer integers."""
+        """Moves with the model, but stays float32 under .half() and .bfloat16(), because integers depend on the clips."""
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[name] = moved(buffer, fn, 0)
@@ -128,16 +128,16 @@ class Quantizer(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """A checkpoint whose rule remembered other numbers (of an earlier version, or of another recipe) is not taken over."""
+        """Ignores a checkpoint of a rule that remembered other numbers (of an earlier version, or of another recipe)."""
         observed = state_dict.get(prefix + "observed")
-        if observed is not None and observed.shape[-1] < self.observed.shape[1]:  # a column is younger than the checkpoint
+        if observed is not None and observed.shape[-1] < self.observed.shape[1]:  # the checkpoint is older than a column
             missing = self.observed.shape[1] - observed.shape[-1]
             state_dict[prefix + "observed"] = torch.nn.functional.pad(observed, (0, missing))
         loaded = state_dict.get(prefix + "clip")
         if loaded is not None and loaded.shape != self.clip.shape:
             warnings.warn(
-                f"{prefix[:-1]}: the checkpoint remembers {loaded.shape[-1]} numbers of each call, but the clip rule in use "
-                f"remembers {self.clip.shape[1]}; this quantizer starts anew, as at the first step. The weights are loaded.",
+                f"{prefix[:-1]}: the checkpoint has {loaded.shape[-1]} numbers per call, but the clip rule in use has "
+                f"{self.clip.shape[1]}; the state of this quantizer is reset, as at the first step. The weights are loaded.",
                 stacklevel=2,
             )
             self.reset()
@@ -145,12 +145,12 @@ class Quantizer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Sets all state to zero."""
         for tensor in (*self.buffers(), self.unshared):
             tensor.zero_()
 
     def quantize(self, x: Gradient, settings: int, moment: Moment, nonfinite: Tensor, key: Tensor | None = None) -> QTensor:
-        """x as int8, with the clip that the rule of the registered `settings` chooses now."""
+        """Quantizes x with the clip that the rule of the registered `settings` chooses."""
         state = self.state(nonfinite)
         if torch.compiler.is_compiling():
             iteration, slot, remember = moment
@@ -167,24 +167,24 @@ class Quantizer(nn.Module):
         moment: Moment,
         nonfinite: Tensor,
     ) -> QTensor:
-        """Integers that were made elsewhere under max|x|, remembered as `quantize` would have."""
+        """Updates the state as `quantize` does, for integers `q` that another function computed with clip max|x|."""
         return QTensor(*steps.adopt(q, clip, counts, x, self.state(nonfinite), settings_of(settings), moment))
 
     def state(self, nonfinite: Tensor) -> State:
-        """The tensors that a step may write to."""
-        own: dict[str, Any] = self._buffers  # past nn.Module's search for each name
+        """Returns the tensors that a step may write to."""
+        own: dict[str, Any] = self._buffers  # faster than nn.Module.__getattr__
         fixed = own["clip"], own["initialized"], own["updated_at"], own["observed"], own["seen"]
         return State(*fixed, own["tracked"], nonfinite, self.unshared)
 
     def tracked_clip(self, slot: int, ordinal_known: bool) -> Tensor | None:
-        """The clip that eval uses, where training has left one (a single one: not per channel) and it is known which."""
+        """Returns the clip for eval mode, or None if training tracked no single clip or the call slot is not known."""
         assert self.tracked is not None, "only input quantizers track a clip"
         return steps.tracked_clip(self.tracked, self.seen, slot, ordinal_known)
 
     def quantize_tracked(
         self, x: Tensor, settings: int, iteration: Tensor, slot: int, per_sample: bool, ordinal_known: bool = True
     ) -> QTensor:
-        """x as int8 with the clip that training tracked, so that a prediction does not depend on its batch."""
+        """Quantizes x with the clip tracked in training, so that a prediction does not depend on its batch."""
         assert self.tracked is not None, "only input quantizers track a clip"
         if torch.compiler.is_compiling():
             args = (x, self.tracked, self.seen, iteration, settings, slot, per_sample, ordinal_known)
@@ -202,7 +202,7 @@ def quantize_pair(
     key: Tensor | None,
     want_first: bool,
 ) -> tuple[QTensor | None, QTensor] | None:
-    """Copies of a gradient, per tensor (if wanted) and per channel; None where the backend does not choose both at once."""
+    """Quantizes a gradient per tensor (if wanted) and per channel. Returns None if the backend cannot do both at once."""
     states = quantizers[0].state(nonfinite), quantizers[1].state(nonfinite)
     known = settings_of(settings[0]), settings_of(settings[1])
     made = steps.step_pair(x, states, known, key, moment, want_first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRule: how one tensor becomes int8. The word of a recipe for an input, a weight or a gradient."""
+"""TensorRule: how one tensor is quantized. A recipe has one for inputs, one for weights and one or two for gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRANULARITIES = ("tensor", "N", "C", "K")
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Which clip, which rounding, and along which axis (N, C, K) the scale varies, if any.
+    """The clip rule, the rounding, and the axis (N, C, K) along which the scale varies, if any.
 
     >>> TensorRule(rounding="stochastic", per="K")
     TensorRule(clip=MaxAbs(), rounding='stochastic', per='K')
@@ -26,8 +26,8 @@ class TensorRule:
     def __post_init__(self) -> None:
         if not isinstance(self.clip, ClipRule) or "__dataclass_fields__" not in type(self.clip).__dict__:
             raise TypeError(
-                f"TensorRule: clip is {self.clip!r}; it must be a ClipRule that is a frozen dataclass itself, since rules are "
-                "told apart by their fields. Decorate its class with @dataclass(frozen=True)."
+                f"TensorRule: clip is {self.clip!r}; it must be a ClipRule whose own class is a frozen dataclass, because "
+                "rules are compared by their fields. Decorate its class with @dataclass(frozen=True)."
             )
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"TensorRule: rounding is {self.rounding!r}; choose one of {', '.join(ROUNDINGS)}.")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOOR 2: what was asked. Frozen data, and the papers' equations.
+"""FLOOR 2: recipes. A recipe is frozen data that says how a network is quantized; here are also the papers' equations.
 
-`recipe.py` is the vocabulary; `plain.py`, `unified.py` and `distribution_adaptive.py` are one recipe each;
-`direction_search.py` and `magnitude_aware.py` are the papers' ways to choose a clip.
+`recipe.py` has the base class. `plain.py`, `unified.py` and `distribution_adaptive.py` have one recipe each.
+`direction_search.py` and `magnitude_aware.py` choose clips as the papers do.
 """
 
 from byteback.recipes.distribution_adaptive import DistributionAdaptiveInt8

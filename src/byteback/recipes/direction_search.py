@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three ways to find γ = c / max|g| with the smallest direction deviation d(γ) = 1 - cos<g, ĝ>.
 
-    grid      a few candidates in one reading of g, twice (once around a known γ), then a parabola through the best three
-    golden    golden section: one reading for each evaluation
-    descend   the first paper's: gradient descent, one reading for each step
+    grid      evaluates a few candidates in one pass over g. Needs two passes, or one if a γ is known. Then fits a parabola
+              through the best three
+    golden    golden section search: one pass per evaluation
+    descend   gradient descent, as in the first paper: one pass per step
 
-With stochastic rounding d is the expected one, which is smooth in γ: E[x·q] = x·y and E[q·q] = Σ (y² + f (1 - f)), where y is
-the number before it is rounded and f its fractional part. Rounded to nearest, d is jagged on a fine scale.
+With stochastic rounding, d is the expected deviation, which is smooth in γ: E[x·q] = x·y and E[q·q] = Σ (y² + f (1 - f)), where
+y is the number before rounding and f its fractional part. With rounding to nearest, d is not smooth on a fine scale.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from byteback.ops.quantizer import look
 from byteback.quantize import deviation_of
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
-# No logarithm and no power below: they differ from one mathematical library to the next, and a ratio steers integers.
+# The code below uses no logarithm and no power: their results differ between math libraries, and integers depend on the ratio.
 _COARSE = 0.65  # from one γ of the coarse grid to the next: eight of them reach 0.05
 _FINE = 8  # candidates of the fine grid, between the neighbours of the best
-_NEAR = (0.7, 0.84, 1.0, 1.2, 1.43)  # around a γ that is known from before
+_NEAR = (0.7, 0.84, 1.0, 1.2, 1.43)  # factors on the γ of the last search
 
 
 class Curve(NamedTuple):
-    """d(γ) of a tensor: for one clip, γ max|g|, or for clips per channel, γ times the maximum of each."""
+    """The function d(γ) of a tensor. The clip is γ max|g|; with clips per channel it is γ times the maximum of each channel."""
 
     x: Tensor
     peak: Tensor
     stochastic: bool
 
     def deviations(self, ratios: list[float]) -> list[float]:
-        """d at each γ."""
+        """Returns d for each γ."""
         tried = torch.tensor(ratios, dtype=torch.float32, device=self.x.device)
         if self.peak.numel() == 1:
             terms = ops.cosine_terms(self.x, self.peak.reshape(1) * tried, self.stochastic)
@@ -50,13 +51,17 @@ class Curve(NamedTuple):
         return [deviation_of(*row) for row in look(terms)]
 
     def slope(self, ratio: float) -> tuple[float, float]:
-        """d at γ, rounded to nearest, and ∂d/∂c times a positive number."""
+        """Returns d at γ with rounding to nearest, and ∂d/∂c times a positive number."""
         xq, qq, xx, xd, qd = look(ops.cosine_slope_terms(self.x, (self.peak * ratio).reshape(())))
         return deviation_of(xq, qq, xx), -(xd * qq - xq * qd)
 
 
 def grid(curve: Curve, lowest: float, tie: float | None, around: float | None = None) -> float:
-    """γ in [lowest, 1] from a coarse and a fine grid, or from a fine one `around` a γ where the smallest d is within it."""
+    """Returns γ in [lowest, 1] by grid search.
+
+    If `around` is given, first tries a small grid around that γ, and accepts its minimum unless it is at an end of the grid
+    below 1. Otherwise searches a coarse grid over the whole range, then a fine grid around the best candidate.
+    """
     if around is not None:
         ratios = sorted({min(max(around * factor, lowest), 1.0) for factor in _NEAR})
         tried = dict(zip(ratios, curve.deviations(ratios), strict=True))
@@ -75,7 +80,7 @@ def grid(curve: Curve, lowest: float, tie: float | None, around: float | None = 
 
 
 def golden(curve: Curve, lowest: float, tie: float | None, evaluations: int) -> float:
-    """γ in [lowest, 1] by golden section."""
+    """Returns γ in [lowest, 1] by golden section search."""
     low, high = lowest, 1.0
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     ratios = [left, right] + ([1.0] if tie is not None else [])
@@ -92,7 +97,7 @@ def golden(curve: Curve, lowest: float, tie: float | None, evaluations: int) -> 
 
 
 def descend(curve: Curve, lowest: float, tie: float | None, steps: int, step: float) -> float:
-    """γ in [lowest, 1] by the sign of ∂d/∂c; the step halves each time the sign turns."""
+    """Returns γ in [lowest, 1] by descent along the sign of ∂d/∂c. The step is halved each time the sign changes."""
     ratio, before, last = 1.0, 0.0, 1.0
     tried: dict[float, float] = {}
     for _ in range(steps):
@@ -112,7 +117,7 @@ def _best(tried: dict[float, float], tie: float | None) -> float:
 
 
 def _vertex(tried: dict[float, float], best: float) -> float:
-    """The lowest point of the parabola through `best` and its neighbours; `best` itself at an end, or on a tie."""
+    """Returns the minimum of the parabola through `best` and its neighbours; `best` itself at an end or on a tie."""
     ratios = sorted(tried)
     at = ratios.index(best)
     if at in (0, len(ratios) - 1):

@@ -11,15 +11,15 @@
     s̄_t = |g|_max                              where P(|g| > σ) > λ    (Gaussian)
     s̄_t = (1 - kA) s̄_{t-1} + A |g|_max         else                    (inverted T)
 
-Where we differ from the paper, and why:
-* It does not say which layers stay float, nor how weights and activations are clipped; both are as in the first paper.
-* The paper does not say how the global copy is clipped; we apply the same rule to the whole tensor.
-* It prints plain rounding for gradients; we round stochastically (switchable), which keeps their mean.
-* Behind a fused BatchNorm σ follows from the sums that its gradient needs anyway (ops.gradient_sums), in exact arithmetic the
-  same number: the gradient is then read once less.
-* In a depthwise convolution no product sums over K, so the copy per channel serves grad_input too: finer steps, and one copy
-  less to make. `Recipe.depthwise_shares = False` is the paper's letter.
-* A channel that was Gaussian at t hands |g|_max on as its s̄_t, so that the average never restarts from a stale value.
+Differences from the paper, and the reasons:
+* The paper does not say which layers stay float, nor how weights and activations are clipped. Both are as in the first paper.
+* The paper does not say how the global copy is clipped. We apply the same rule to the whole tensor.
+* The paper rounds gradients to nearest. We round stochastically by default, which preserves their mean.
+* After a fused BatchNorm, σ is computed from the sums that its gradient needs anyway (ops.gradient_sums). In exact arithmetic
+  it is the same number, and the gradient is read one time less.
+* In a depthwise convolution no product sums over K, so the copy per channel is also used for grad_input: it is quantized more
+  finely, and one copy less is made. `Recipe.depthwise_shares = False` does exactly what the paper says.
+* For a channel that was Gaussian at step t, s̄_t is |g|_max, so that the average never continues from an outdated value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _magnitude_aware(per: str) -> TensorRule:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributionAdaptiveInt8(Recipe):
-    """Two copies of the gradient: per channel for grad_weight, global for grad_input, each with magnitude-aware clips."""
+    """Quantizes the gradient twice with magnitude-aware clips: per channel for grad_weight, per tensor for grad_input."""
 
     slug: ClassVar[str] = "distribution-adaptive-int8"
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Magnitude-aware Clipping (Zhao et al., AAAI 2021): by the shape of a gradient's distribution, max|g| or an average of it.
+"""Magnitude-aware Clipping (Zhao et al., AAAI 2021): the clip is max|g| or an average of it, by the distribution of g.
 
-`distribution_adaptive.py` has the paper's symbols, and where we differ from it.
+`distribution_adaptive.py` lists the paper's symbols and our differences from the paper.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from byteback.quantize import Choice, ClipRule, Memory
 
 @dataclass(frozen=True)
 class MagnitudeAware(ClipRule):
-    """max|g| for Gaussian gradients; for long-tailed (inverted T) ones a damped average of it (MCS).
+    """Clips Gaussian gradients at max|g|, and long-tailed (inverted T) gradients at a damped average of max|g| (MCS).
 
-    threshold   λ: the share of |g| > σ above which a channel counts as Gaussian
-    k, a        of the average: s̄_t = (1 - k a) s̄_{t-1} + a |g|_max
+    threshold   λ: a channel is Gaussian if the share of |g| > σ is above this
+    k, a        factors of the average: s̄_t = (1 - k a) s̄_{t-1} + a |g|_max
 
-    Its diagnostic, gaussian_share, is the part of the scales whose gradients looked Gaussian.
+    The diagnostic gaussian_share is the share of scales whose gradients are Gaussian by this test.
     """
 
     varies_along: ClassVar[tuple[str, ...]] = ("tensor", "K")
@@ -38,12 +38,12 @@ class MagnitudeAware(ClipRule):
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold <= 1.0 or not self.a > 0.0 or not 0.0 <= self.k * self.a <= 1.0:
             raise ValueError(
-                f"MagnitudeAware: threshold is {self.threshold}, k {self.k}, a {self.a}; threshold and k·a must lie in "
-                "[0, 1] and a must be positive, or clips could turn negative."
+                f"MagnitudeAware: threshold is {self.threshold}, k {self.k}, a {self.a}; threshold and k·a must be in "
+                "[0, 1] and a must be positive, otherwise clips could become negative."
             )
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
-        """The clip of each channel, or of the whole tensor (axis -1)."""
+        """Returns the clip of each channel, or of the whole tensor (axis -1)."""
         peak, total, squares = ops.moments(x)  # each (1, C, 1, ...)
         count = x.numel() // max(x.shape[1], 1)
         if axis == -1:
@@ -56,5 +56,5 @@ class MagnitudeAware(ClipRule):
         return Choice(clip, remember=clip, diagnostics=(gaussian,))
 
     def program(self) -> Averaged:
-        """Clips of two copies can be chosen together, with both tails counted in one reading."""
+        """Returns a program: a backend chooses the clips of both copies together and counts both tails in one pass."""
         return Averaged(self.threshold, 1.0 - self.k * self.a, self.a)

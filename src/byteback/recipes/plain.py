@@ -11,8 +11,8 @@ from byteback.recipes.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class PlainInt8(Recipe):
-    """Every clip is max|x|; nothing is searched, no learning rate is scaled."""
+    """Clips every tensor at max|x|. No clip is searched and no learning rate is scaled."""
 
     slug: ClassVar[str] = "plain-int8"
 
-    depthwise_shares: bool = False  # the baseline is literal
+    depthwise_shares: bool = False  # the baseline does exactly what the papers describe

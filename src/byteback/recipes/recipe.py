@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe: what was asked for. Frozen data that says how each tensor is quantized and which products run in int8.
+"""Recipe: frozen data that says how each tensor is quantized and which products run in int8.
 
     input, weight ──► output         grad_output ──► grad_input         grad_output_for_weight (or grad_output) ──► grad_weight
 
-A recipe of your own is a subclass with other defaults, or an instance with other fields; `docs/3-clipping.md` shows one.
-The scale rule is checked when a recipe is built, so an impossible one never reaches a layer.
+To write your own recipe, subclass it with other defaults or create it with other fields; `docs/3-clipping.md` has an example.
+The scale rule is checked when a recipe is created, so an invalid recipe raises an error before any layer uses it.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ RESIDUAL_MEMORIES = ("float32", "int8")
 
 @dataclass(frozen=True)
 class LearningRateRule:
-    """Base of rules that turn a layer's direction deviation into a factor on its learning rate."""
+    """Base class of rules that compute a factor on a layer's learning rate from its direction deviation."""
 
     def factor(self, deviation: float) -> float:
-        """The factor for a layer whose gradient deviates by `deviation` = 1 - cosine."""
-        raise NotImplementedError(f"{type(self).__name__}.factor: a learning-rate rule must say how it scales")
+        """Returns the factor for a layer whose gradient has this `deviation`, 1 - cosine."""
+        raise NotImplementedError(f"{type(self).__name__}.factor: a learning-rate rule must implement factor(deviation)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a network trains in int8.
+    """Describes how a network trains in int8.
 
-    input, weight, grad_output   how each operand becomes int8
-    grad_output_for_weight       a second copy of grad_output for grad_weight only; None: one copy serves both products
-    depthwise_shares             depthwise convolutions, which sum over no channel, use one copy of grad_output with a scale per
-                                 channel for both backward products, where the clip rule can choose one
-    learning_rate                a rule that scales each layer's learning rate; None: every factor is 1
-    output, grad_input, grad_weight   whether that product runs in int8; False keeps it float, on unquantized operands
-    strict                       int8 also where float is faster; False lets float serve what nn/float_table.py lists
+    input, weight, grad_output   how each operand is quantized
+    grad_output_for_weight       a second copy of grad_output, used for grad_weight only; None uses one copy for both products
+    depthwise_shares             use one copy of grad_output, with a scale per channel, for both backward products of depthwise
+                                 convolutions (they sum over no channel), if the clip rule supports clips per channel
+    learning_rate                a rule that scales the learning rate of each layer; None: every factor is 1
+    output, grad_input, grad_weight   whether that product runs in int8; False computes it in float on unquantized operands
+    strict                       True runs int8 also where float is faster; False falls back to float for the shapes that are
+                                 listed in nn/layers/float_table.py
     first_conv, linear           whether the first convolution and the Linear layers run in int8 too (the first paper: no)
-    on_nonfinite                 NaN or Inf to be quantized: "raise", "skip" (the whole step) or "propagate"
-    eval_clip                    eval quantizes inputs with the clip "tracked" in training, or with each "batch"'s own
-    momentum                     of the tracked clip's exponential average
-    norm_memory                  what a fused block keeps of its norm's input for backward: "float32", "bfloat16" or "int8"
-    residual_memory              what a fused block adds: the residual as "float32", or its "int8" copy, values · scale
+    on_nonfinite                 what to do if a tensor to quantize has NaN or Inf: "raise", "skip" (the whole step) or
+                                 "propagate"
+    eval_clip                    clip of inputs in eval mode: the one "tracked" in training, or one chosen for each "batch"
+    momentum                     momentum of the tracked clip's exponential average
+    norm_memory                  how a fused block saves the input of its norm for backward: "float32", "bfloat16" or "int8"
+    residual_memory              the residual that a fused block adds: in "float32", or its "int8" copy, values · scale
     observe_every                iterations between two measurements of the direction deviation (`health`, `learning_rate`)
     """
 
@@ -92,27 +94,28 @@ class Recipe:
             )
         if not 0.0 < self.momentum <= 1.0 or self.observe_every < 1:
             raise ValueError(
-                f"{name}: momentum is {self.momentum} and observe_every {self.observe_every}; momentum must lie in (0, 1] and "
+                f"{name}: momentum is {self.momentum} and observe_every {self.observe_every}; momentum must be in (0, 1] and "
                 "observe_every must be at least 1."
             )
         for role in ("input", "weight"):
             if getattr(self, role).rounding != "nearest":
                 raise ValueError(
-                    f"{name}: {role}.rounding is 'stochastic', but the forward pass uses no noise, so that a prediction is "
-                    "always the same. Round it to nearest."
+                    f"{name}: {role}.rounding is 'stochastic', but the forward pass must not use noise, so that predictions "
+                    "are deterministic. Use rounding='nearest'."
                 )
             if getattr(self, role).clip.looks_back:
                 raise ValueError(
-                    f"{name}: {role}.clip is {type(getattr(self, role).clip).__name__}, which looks back at earlier "
-                    "iterations; activation checkpointing may run a forward pass again, and it must then choose as before. "
-                    "Use it for gradients only."
+                    f"{name}: {role}.clip is {type(getattr(self, role).clip).__name__}, which depends on earlier "
+                    "iterations; activation checkpointing may run a forward pass again, which must choose the same clip. "
+                    "Use this rule for gradients only."
                 )
         self._check_scale_rule()
 
     def grad_output_rule(self, depthwise: bool) -> TensorRule:
-        """`grad_output` as a layer uses it: in a depthwise convolution per channel, if that is wanted and can be had.
+        """Returns the rule for `grad_output` in a layer. A depthwise convolution may use it with a scale per channel.
 
-        With a copy of its own for grad_weight that varies along K, that copy is the one that both products share.
+        It does if `depthwise_shares` is True, the clip rule supports it and `grad_output_for_weight` is None. If that is not
+        None, both products share the second copy instead, if it varies along K.
         """
         rule = self.grad_output
         if not depthwise or not self.depthwise_shares or self.grad_output_for_weight is not None or not rule.clip.allows("K"):
@@ -120,7 +123,7 @@ class Recipe:
         return dataclasses.replace(rule, per="K")
 
     def operands(self, product: str) -> Iterator[tuple[str, str, TensorRule]]:
-        """(field of the recipe, operand's name, its rule) for both operands of a product."""
+        """Yields (field of the recipe, name of the operand, its rule) for both operands of a product."""
         if product in ("output", "grad_weight"):
             yield "input", "input", self.input
         if product in ("output", "grad_input"):
@@ -146,7 +149,7 @@ class Recipe:
                     raise ValueError(f"{type(self).__name__}.{where}: its scale {why}. {scale_rule.advice(product, operand)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that `Recipe.from_dict` turns back into this recipe.
+        """Returns the recipe as plain data, which `Recipe.from_dict` turns back into this recipe.
 
         >>> Recipe.from_dict(Recipe().to_dict()) == Recipe()
         True
@@ -154,15 +157,15 @@ class Recipe:
         return _to_data(self)
 
     def to_json(self) -> str:
-        """`to_dict` as text."""
+        """Returns `to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Recipe:
-        """The recipe that `to_dict` described."""
+        """Creates a recipe from the data of `to_dict`."""
         recipe = _from_data(data)
         if not isinstance(recipe, Recipe):
-            raise ValueError(f"Recipe.from_dict: the data describe a {type(recipe).__name__}, not a recipe.")
+            raise ValueError(f"Recipe.from_dict: expected the data of a Recipe, but got a {type(recipe).__name__}.")
         return recipe
 
 
@@ -194,12 +197,12 @@ def _family(base: type[Any]) -> Iterator[type[Any]]:
 
 
 def recipe_classes() -> dict[str, type[Recipe]]:
-    """Every recipe that has a slug, by its slug."""
+    """Returns all recipe classes that have a slug, by slug."""
     return {cls.slug: cls for cls in _family(Recipe) if cls.slug}
 
 
 def resolve(recipe: Recipe | str) -> Recipe:
-    """A recipe from its slug, or the recipe itself.
+    """Returns the recipe with this slug. Returns a `Recipe` unchanged.
 
     >>> resolve("plain-int8").slug
     'plain-int8'

@@ -3,25 +3,26 @@
 
     paper            here
     c                clip of grad_output
-    g, ĝ             grad_output and its quantized self
+    g, ĝ             grad_output before and after quantization
     d_c              direction deviation, 1 - cos<g, ĝ>
     c* = argmin d_c  DirectionSensitive.choose, direction_search.py
     φ(d_c), α, β     DeviationCounteractive: factor, alpha, beta
     update period    DirectionSensitive.period
 
-Where we differ from the paper, and why (`literal` in docs/3-clipping.md is the paper's letter):
-* The paper learns c by gradient descent and leaves step size and number of steps open. We search γ = c / max|g| on a grid,
-  in two readings of g, or in one around the last γ; `solver="gradient-descent"` is there.
-* We search for the rounding that is used: of stochastic rounding the expected cosine has a closed form (direction_search.py).
-  The paper does not say which rounding its search assumes; nearest has its best clip higher.
-* Its period is 100, chosen for the cost of its solver. Ours is 10: a short run was better for it (docs/3-clipping.md).
-* Between two searches the paper holds c. We hold γ: max|g| moves from batch to batch, and over a run it shrinks a lot. quantize
-  reports max|g| anyway; only where c is off γ max|g| by more than `band` is the gradient quantized a second time.
-* A depthwise convolution sums over no channel, so its gradient has a clip per channel, γ times the channel's maximum: with one
-  clip the noise of quiet channels would be blown up by the norm before them. `depthwise_shares=False` is the paper's letter.
-* Three safeguards, each a field whose None is the literal paper: a clip of 0 is never held (zero-initialised residual
-  branches make the first gradients vanish); a held clip that cuts off too much is searched again at once; γ = 1 is tried too,
-  and on a tie the larger clip wins (else tensors of equal |g| shrink for nothing).
+Differences from the paper, and the reasons (`literal` in docs/3-clipping.md does exactly what the paper says):
+* The paper finds c by gradient descent and does not give the step size or the number of steps. We search γ = c / max|g| on a
+  grid, in two passes over g, or in one pass around the last γ. `solver="gradient-descent"` is available.
+* The search assumes the rounding that is used: for stochastic rounding the expected cosine has a closed form
+  (direction_search.py). The paper does not say which rounding its search assumes. Rounding to nearest has a larger best clip.
+* The paper's period is 100, chosen for the cost of its solver. Ours is 10: better in a short run (docs/3-clipping.md).
+* Between two searches the paper keeps c. We keep γ, because max|g| changes from batch to batch and decreases a lot over a run.
+  quantize reports max|g| anyway. Only if c differs from γ max|g| by more than a factor `band`, the gradient is quantized again.
+* A depthwise convolution sums over no channel, so its gradient has a clip per channel: γ times the channel's maximum. With one
+  clip, the norm before it would amplify the noise of channels with small gradients. `depthwise_shares=False` uses one clip, as
+  in the paper.
+* Three safeguards, each a field for which None means as in the paper. A clip of 0 is never kept: zero-initialised residual
+  branches make the first gradients 0. If too much exceeds a kept clip, a new one is searched at once. γ = 1 is tried too, and
+  on a tie the larger clip is used: otherwise tensors of equal |g| would be clipped without any gain.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ class DirectionSensitive(ClipRule):
     """c = argmin 1 - cos<g, ĝ(c)>, searched every `period` iterations (DSGC).
 
     period                  iterations between two searches (the paper: 100)
-    hold                    between searches keep the "clip" c, or the "ratio" γ = c / max|g|
-    band                    a held ratio: c is kept as long as it is within this factor of γ max|g|, else it becomes γ max|g|
-    solver                  "grid" search, "golden" section, or the paper's "gradient-descent"
-    evaluations             of d_c in a golden section
+    hold                    what is kept between searches: the "clip" c, or the "ratio" γ = c / max|g|
+    band                    for hold="ratio": c is kept while it is within this factor of γ max|g|, else it becomes γ max|g|
+    solver                  "grid" search, "golden" section search, or "gradient-descent" as in the paper
+    evaluations             number of evaluations of d_c in a golden section search
     lowest                  the smallest γ that is tried
-    steps, step             of gradient descent: how many, and the first one's size in γ
-    tie                     deviations this close count as equal and the larger clip wins; γ = 1 is tried too
-    search_after_zero       search again next time when max|g| was 0
-    search_when_saturated   search again at once when more than this share of |g| exceeds the held clip
+    steps, step             number of steps of gradient descent, and the size of the first step in γ
+    tie                     deviations that differ by at most this are equal and the larger clip is used; γ = 1 is tried too
+    search_after_zero       search again in the next iteration if max|g| was 0
+    search_when_saturated   search again at once if more than this share of |g| exceeds the kept clip
     """
 
     varies_along: ClassVar[tuple[str, ...]] = ("tensor", "K")
@@ -90,15 +91,15 @@ class DirectionSensitive(ClipRule):
             )
 
     def allows(self, per: str) -> bool:
-        """Per tensor or per channel; gradient descent follows the slope of one clip."""
+        """Whether the rule supports this granularity: per tensor, and per channel unless the solver is gradient descent."""
         return per in self.varies_along and (per == "tensor" or self.solver != "gradient-descent")
 
     def entries(self, scales: int) -> int:
-        """The ratio, then the clips."""
+        """Returns how many numbers are remembered: the ratio, then the clips."""
         return 1 + scales
 
     def choose(self, x: Tensor, axis: int, memory: Memory) -> Choice:
-        """The held clip, or a new one when the period is over."""
+        """Returns the clip of the last search, or a new one if the period is over."""
         due = self._is_due(memory)
         if not due and (self.hold == "clip" or axis == -1):
             return Choice(memory.clip[1:].reshape([-1 if dim == axis else 1 for dim in range(x.dim())]).clone())
@@ -109,7 +110,7 @@ class DirectionSensitive(ClipRule):
         if not math.isfinite(largest):
             return Choice(peak)
         if largest < TINY_CLIP:
-            # Nothing to search in. The literal paper would hold this 0 for a whole period.
+            # There is nothing to search. As in the paper, this 0 would be kept for a whole period.
             return Choice(peak) if self.search_after_zero else Choice(peak, remember=_remembered(1.0, peak), searched=True)
         before = memory.numbers(1)[0] if memory.initialized else None
         ratio = self._searched(Curve(x, peak, memory.stochastic), before)
@@ -117,7 +118,7 @@ class DirectionSensitive(ClipRule):
         return Choice(clip, remember=_remembered(ratio, clip), searched=True)
 
     def held(self, memory: Memory) -> Choice | None:
-        """The held clip, or γ for clips per channel, until the period is over."""
+        """Returns the kept clip, or γ for clips per channel; None if the period is over."""
         if self._is_due(memory):
             return None
         if memory.axis == -1 or self.hold == "clip":
@@ -125,7 +126,7 @@ class DirectionSensitive(ClipRule):
         return Choice(ratio=memory.numbers(1)[0])
 
     def refit(self, held: Choice, peak: float, memory: Memory) -> Choice | None:
-        """γ max|g| where a held clip is too far from it."""
+        """Returns γ max|g| if the kept clip differs from it by more than a factor `band`, else None."""
         if held.clip is None or self.hold != "ratio" or held.clip.numel() > 1:
             return None
         ratio, clip = memory.numbers(2)
@@ -147,15 +148,15 @@ class DirectionSensitive(ClipRule):
         return not memory.initialized or memory.iteration - memory.updated_at >= self.period
 
     def search_period(self) -> int:
-        """The period of the paper."""
+        """Returns `period`."""
         return self.period
 
     def is_stale(self, choice: Choice, saturated: float, peak: float) -> bool:
-        """Whether a held clip cuts off too much."""
+        """Whether more than `search_when_saturated` of |g| exceeds a kept clip."""
         return not choice.searched and self.search_when_saturated is not None and saturated > self.search_when_saturated
 
     def _searched(self, curve: Curve, before: float | None) -> float:
-        """γ with the smallest deviation; `before` is the last one."""
+        """Returns γ with the smallest deviation. `before` is γ of the last search."""
         if self.solver == "grid":
             return grid(curve, self.lowest, self.tie, before)
         if self.solver == "golden":
@@ -164,7 +165,7 @@ class DirectionSensitive(ClipRule):
 
 
 def _float32(number: float) -> float:
-    """A product of two float32 numbers, which float64 holds exactly, as float32 arithmetic rounds it."""
+    """Rounds a product of two float32 numbers, which is exact in float64, as float32 arithmetic does."""
     return float(np.float32(number))
 
 
@@ -174,7 +175,7 @@ def _remembered(ratio: float, clip: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DeviationCounteractive(LearningRateRule):
-    """φ(d) = max(exp(-α d), β): the more a layer's gradient deviates, the smaller its steps (DCLRS)."""
+    """φ(d) = max(exp(-α d), β): lower learning rate for layers with larger direction deviation (DCLRS)."""
 
     alpha: float = 20.0
     beta: float = 0.1
@@ -183,11 +184,11 @@ class DeviationCounteractive(LearningRateRule):
         if self.alpha < 0.0 or not 0.0 < self.beta <= 1.0:
             raise ValueError(
                 f"DeviationCounteractive: alpha is {self.alpha} and beta {self.beta}; alpha must not be negative and beta "
-                "must lie in (0, 1]."
+                "must be in (0, 1]."
             )
 
     def factor(self, deviation: Any) -> Any:
-        """φ of a number, or of a float64 tensor, with the same bits on every machine.
+        """Returns φ of a number or of a float64 tensor. The bits are the same on every machine.
 
         >>> [round(DeviationCounteractive().factor(d), 4) for d in (0.0, 0.01, 0.05, 0.2)]
         [1.0, 0.8187, 0.3679, 0.1]
@@ -199,7 +200,7 @@ class DeviationCounteractive(LearningRateRule):
 
 @dataclass(frozen=True, kw_only=True)
 class UnifiedInt8(Recipe):
-    """Gradients are clipped where their direction survives best; layers whose direction still bends learn slower."""
+    """Clips gradients so that their direction changes least. Lower learning rate for layers with larger direction deviation."""
 
     slug: ClassVar[str] = "unified-int8"
 

@@ -180,6 +180,6 @@ def _numerics(members: Sequence[RunMember]) -> dict[str, Any] | None:
 
 
 def _diagnostics(by_seed: Sequence[dict[int, Any]]) -> list[str]:
-    """Returns the names of what clip rules say of their tensors, besides the numbers that every tensor has."""
+    """Returns the names of the diagnostics of clip rules: all numbers of a tensor except those that every tensor has."""
     rows = (row for seed in by_seed for layers in seed.values() for roles in layers.values() for row in roles.values())
     return sorted({name for row in rows for name in row} - set(_NOT_SHOWN))

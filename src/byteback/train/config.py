@@ -221,7 +221,7 @@ def _check(config: TrainConfig) -> None:
 
 
 def float_layers(asked: Sequence[str], default: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Returns the wildcards of the layers that stay float: those asked for, the default, or nothing for "none".
+    """Returns the wildcards of the layers that stay float: those given, the default, or nothing for "none".
 
     >>> float_layers(("backbone.fpn",), ("head",)), float_layers((), ("head",)), float_layers(("none",), ("head",))
     (('backbone.fpn',), ('head',), ())

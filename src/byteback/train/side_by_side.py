@@ -183,7 +183,7 @@ def _must_fit(folder: Path, members: list[Member]) -> None:
             if then is not None and recipe is not None and then != recipe.to_dict():
                 differ = ", ".join(f"{key} = {then.get(key)}" for key, now in recipe.to_dict().items() if then.get(key) != now)
                 raise ValueError(
-                    f"train: {name} with seed {member.seed} in {folder} was started with {differ}, but the name now stands for "
+                    f"train: {name} with seed {member.seed} in {folder} was started with {differ}, but the name now refers to "
                     "another recipe, so a row would mix two recipes. Start a new run with another --output-dir."
                 )
 

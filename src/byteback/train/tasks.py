@@ -20,7 +20,7 @@ SCORES = {"classify": "accuracy", "video": "accuracy", "detect": "mAP"}  # the n
 
 
 def load(config: TrainConfig) -> Data:
-    """Loads the data set, or the part of it that --train-images asks for."""
+    """Loads the data set, or the part of it that --train-images selects."""
     images, asked = _load(config), config.train_images
     if asked is None or asked == len(images.train):
         return images

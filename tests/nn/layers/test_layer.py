@@ -80,7 +80,7 @@ def test_weights_that_are_not_float32_are_a_clear_error(dtype, fresh):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8], ids=str)
 def test_input_that_is_not_float32_is_a_clear_error(dtype, fresh):
     layer = fresh(Int8Conv2d, 4, 6, 3, name="layer1.conv")
-    with pytest.raises(TypeError, match=rf"^layer1\.conv: input is {dtype}, but int8 layers take float32.*\.float\(\)"):
+    with pytest.raises(TypeError, match=rf"^layer1\.conv: input is {dtype}, but int8 layers expect float32.*\.float\(\)"):
         layer(image().to(dtype))
 
 
@@ -303,7 +303,7 @@ def test_one_warning_per_model_when_no_optimizer_is_connected():
     assert words(lambda: train(model, 10)) == []  # one period: a user may connect the optimizer late
     said = words(lambda: train(model, 3))
     assert len(said) == 1
-    assert "UnifiedInt8 acts on the optimizer's step" in said[0] and "no optimizer is connected" in said[0]
+    assert "UnifiedInt8 needs the optimizer" in said[0] and "no optimizer is connected" in said[0]
 
 
 def test_skip_without_a_hook_is_worth_a_warning_too():

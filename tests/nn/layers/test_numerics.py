@@ -157,7 +157,7 @@ def test_other_numerics_version_warns_and_is_replaced(fresh):
     state = layer.state_dict()
     state["quantizers.numerics_version"] = torch.tensor(NUMERICS_VERSION + 6)
     twin = fresh(Int8Conv2d, 4, 6, 3)
-    with pytest.warns(UserWarning, match=rf"numerics version {NUMERICS_VERSION + 6}, this build has {NUMERICS_VERSION}"):
+    with pytest.warns(UserWarning, match=rf"numerics version {NUMERICS_VERSION + 6}, but this build has {NUMERICS_VERSION}"):
         twin.load_state_dict(state)
     assert int(twin.quantizers.numerics_version) == NUMERICS_VERSION
 

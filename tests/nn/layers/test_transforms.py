@@ -137,7 +137,9 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_say_what_to_do(name: str, fuse: bool) -> None:
     model = trained(fuse)
-    with pytest.raises(RuntimeError, match=r"^first\.conv1: transforms of torch\.func .* byteback\.enabled\(model, False\)"):
+    with pytest.raises(
+        RuntimeError, match=r"^first\.conv1: int8 layers do not support torch\.func .* byteback\.enabled\(model, False\)"
+    ):
         TRANSFORMS[name](model)
     TRANSFORMS[name](byteback.enabled(model, False))
 
@@ -194,7 +196,9 @@ def test_a_block_that_is_computed_later_has_the_weights_of_its_call() -> None:
 def test_forward_mode_says_what_to_do(fuse: bool) -> None:
     model = trained(fuse)
     with forward_ad.dual_level():
-        with pytest.raises(RuntimeError, match=r"^first\.conv1: forward-mode AD .* byteback\.enabled\(model, False\)"):
+        with pytest.raises(
+            RuntimeError, match=r"^first\.conv1: int8 layers do not support forward-mode AD.* byteback\.enabled\(model, False\)"
+        ):
             model(forward_ad.make_dual(X, X))
         assert torch.equal(model(X).detach(), predict(model)), "without a tangent it is an ordinary call"
         byteback.enabled(model, False)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vectors of the AVX2 path's depthwise kernels: 8 channels of 32 bits, 8 pairs of 16 bits, or 16 channels of 16 bits.
 //
-// The other headers of depthwise.h know no instruction set: another path is another header with these names.
+// The other headers of depthwise.h use no instruction set: another path needs another header with these names.
 #pragma once
 
 #include <immintrin.h>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The multiply of the Winograd path with AVX-512 VNNI: rows of int16 pairs times panels of 16 columns, sums modulo 2^32.
 //
-// vpdpwssd multiplies and adds in one instruction and takes a pair of `a` from memory for all its lanes, so 24 rows of sums
-// stay in registers and little else is left to do: on Zen 4 it runs within a few percent of the peak.
+// vpdpwssd multiplies and adds in one instruction and reads a pair of `a` from memory for all its lanes, so 24 rows of sums
+// stay in registers and there are few other instructions: on Zen 4 it runs within a few percent of the peak.
 #pragma once
 
 #include <immintrin.h>

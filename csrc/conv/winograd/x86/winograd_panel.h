@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the Winograd code of both x86 paths does with 16 columns of bytes, however wide its vectors are.
+// Code for 16 columns of bytes that both x86 paths of Winograd use, whatever the width of their vectors.
 #pragma once
 
 #include "conv/winograd/winograd_tile.h"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of one prepared model share: the count of their calls within one forward, kept apart by threads.
+"""Counts the calls of the layers of one prepared model within one forward, separately for each thread.
 
-`begin_forward` and `end_forward` are the hooks of a prepared model between which calls are counted.
+Calls are counted between `begin_forward` and `end_forward`, which are hooks of a prepared model.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from byteback.nn.undo import Undo
 
 SHARED = "byteback_shared"
-"""Where `prepare` leaves the Shared of a model's layers, so that a forward need not look for it."""
+"""The attribute of a model in which `prepare` stores the Shared of its layers, so that a forward need not search for it."""
 
 
 class Calls(threading.local):
-    """One thread's forward of a prepared model: the ordinals of its layers' calls, by layer."""
+    """The call counts of one thread, by layer, within a forward of a prepared model."""
 
-    counting = False  # within a forward of the prepared model, where the ordinal of a call means something
+    counting = False  # True within a forward of the prepared model; elsewhere calls have no ordinal
 
     def __init__(self) -> None:
         self.ordinals: dict[int, int] = {}
 
 
 class Shared:
-    """What the layers of one prepared model have in common."""
+    """The state that all layers of one prepared model share."""
 
     def __init__(self) -> None:
         self.warned = False
-        self.counting = False  # the same as in Calls, while torch.compile traces: it cannot follow thread-local data
+        self.counting = False  # as in Calls, but while torch.compile traces, which does not support thread-local data
         self.calls = Calls()
-        self.undo: Undo | None = None  # of the last training forward that these layers were part of
+        self.undo: Undo | None = None  # of the last forward of these layers in training mode
 
     def __getstate__(self) -> dict[str, Any]:
         return {"warned": self.warned}
@@ -52,19 +52,19 @@ class Shared:
 
 
 def recomputing() -> bool:
-    """Whether activation checkpointing is running a forward again, inside backward."""
+    """Whether activation checkpointing is recomputing a forward inside backward."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def begin_forward(model: nn.Module, _: Any) -> None:
-    """Forward pre-hook of a prepared model: calls are counted from here."""
+    """Forward pre-hook of a prepared model. Starts to count calls."""
     _set_counting(model, True)
 
 
 def end_forward(model: nn.Module, _: Any, output: Any) -> None:
-    """Forward hook of a prepared model: a layer that is called on its own, later, is a first call.
+    """Forward hook of a prepared model. Stops counting: a layer that is later called alone uses the slot of a first call.
 
-    Between the passes of a step the buffers of the forward pass are idle, so they are offered to the system.
+    Between forward and backward the buffers of the forward pass are unused, so they are offered to the system.
     """
     _set_counting(model, False)
     if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not recomputing():
@@ -85,7 +85,7 @@ def _set_counting(model: nn.Module, counting: bool) -> None:
 
 
 def _counters(model: nn.Module) -> list[Calls]:
-    """The counters of a prepared model's layers: one, unless it was put together from several."""
+    """Returns the counters of a model's layers: one, unless the model contains several prepared models."""
     shared: Shared | None = model.__dict__.get(SHARED)
     if shared is not None:
         return [shared.calls]
@@ -93,5 +93,5 @@ def _counters(model: nn.Module) -> list[Calls]:
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    """The int8 layers of a model: another attribute of that name is the user's."""
+    """Returns the int8 layers of a model. Skips modules where the user has an attribute of this name."""
     return [module for module in model.modules() if isinstance(getattr(module, "int8_shared", None), Shared)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Int8Conv1d, Int8Conv2d, Int8Conv3d: torch's convolutions with all three products in int8. FusedConv1d, 2d, 3d: float
-convolutions that stay float, but whose norm and activation run as one block with them.
+convolutions that run as one block with their norm and activation.
 
-Every option of the torch layer works. Zero padding goes to the kernel; the other padding modes, and 'same' padding that
-needs an uneven border, pad the float input first, which autograd takes back.
+All options of the torch layers are supported. The kernel does zero padding. The other padding modes, and 'same' padding with an
+asymmetric border, pad the float input first; autograd computes the gradient of that.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from byteback.recipes import Recipe
 
 
 class _Convolution:
-    """The geometry of a call, for all classes here."""
+    """Computes the geometry of a call. Base class of all classes here."""
 
     int8_name: str
     int8_block: Block | None
 
     def _products(self: Any, input: Tensor) -> tuple[Tensor, ConvProducts, bool]:
-        """The input as a batch with what the kernel cannot pad itself, the products, and whether it was a batch already."""
+        """Returns the input as a batch, padded as far as the kernel cannot, the products, and whether the input was a batch."""
         known = self._known_products(input)
         if known is not None:
             return input, known, True
@@ -40,21 +40,21 @@ class _Convolution:
         x = input if batched else input.unsqueeze(0)
         if x.dim() != spatial + 2 or x.shape[1] != self.in_channels:
             raise ValueError(
-                f"{self.int8_name}: input has shape {tuple(input.shape)}, but this layer takes (N, {self.in_channels}, ...) "
-                f"with {spatial} spatial axes, or one such sample without N. Check what feeds it."
+                f"{self.int8_name}: expected input of shape (N, {self.in_channels}, ...) with {spatial} spatial dimensions, or "
+                f"one sample without N, but got {tuple(input.shape)}. Check the layer before it."
             )
         x, padding = self._pad(x)
         self._check_reach(x, padding)
         return x, ConvProducts(tuple(self.stride), padding, tuple(self.dilation), self.groups), batched
 
     def _known_products(self: Any, input: Tensor) -> ConvProducts | None:
-        """The products of a batch that needs no more than the kernel's own padding, remembered by sizes; None for others."""
+        """Returns the products of a batch, cached by its sizes. None if the input is no batch or the kernel cannot pad it."""
         if torch.compiler.is_compiling() or self.padding_mode != "zeros":
             return None
         border, geometry = tuple(self._reversed_padding_repeated_twice), (self.stride, self.dilation, self.groups)
         try:
             return _geometry(input.shape, self.in_channels, self.kernel_size, border, *geometry)
-        except TypeError:  # sizes that are symbols, options that are lists: nothing to remember them by
+        except TypeError:  # symbolic sizes, or options that are lists, cannot be keys of the cache
             return None
 
     def _check_reach(self: Any, x: Tensor, padding: tuple[int, ...]) -> None:
@@ -63,12 +63,12 @@ class _Convolution:
             reach = dilation * (kernel - 1) + 1
             if reach > size + 2 * border:
                 raise ValueError(
-                    f"{self.int8_name}: the kernel reaches over {reach} pixels on spatial axis {axis}, but the padded input "
-                    f"has only {size + 2 * border} there, so no output pixel exists. Use a larger image or more padding."
+                    f"{self.int8_name}: the dilated kernel has size {reach} in spatial dimension {axis}, but the padded input "
+                    f"only has {size + 2 * border}, so the output would be empty. Use a larger image or more padding."
                 )
 
     def _pad(self: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """The input with what the kernel cannot pad itself, and the symmetric zero padding that it can."""
+        """Returns the input, padded as far as the kernel cannot, and the symmetric zero padding for the kernel."""
         border: list[int] = self._reversed_padding_repeated_twice
         none = (0,) * (len(border) // 2)
         if self.padding_mode != "zeros":
@@ -89,7 +89,7 @@ def _geometry(
     dilation: tuple[int, ...],
     groups: int,
 ) -> ConvProducts | None:
-    """The products of a batch that fits and is padded evenly; else None."""
+    """Returns the products of a batch with symmetric padding. None if the padding is asymmetric or the sizes do not fit."""
     if len(size) != len(kernel) + 2 or size[1] != channels:
         return None
     padding = border[0::2][::-1]
@@ -101,7 +101,7 @@ def _geometry(
 
 
 class _Int8Conv(_Convolution, Int8Layer):
-    """The forward pass that the three int8 classes share."""
+    """The forward pass of the three int8 classes."""
 
     int8_block: Block | None = None
 
@@ -135,24 +135,24 @@ class _Int8Conv(_Convolution, Int8Layer):
 
 
 class FusedConvolution(_Convolution):
-    """A float convolution that begins a block. Turned into one by `attach`, back by `detach`, in place."""
+    """A float convolution that starts a block. `attach` converts a torch layer in place, `detach` converts it back."""
 
     float_class: type[nn.Module]
     recipe: Recipe
     enabled: bool
 
     def attach(self, recipe: Recipe, name: str, block: Block) -> None:
-        """Binds the block."""
+        """Stores the block and the recipe."""
         self.recipe, self.int8_name, self.int8_block, self.enabled = recipe, name, block, True
 
     def detach(self) -> None:
-        """Makes the layer the plain torch layer that it was."""
+        """Converts the layer back to the torch layer."""
         for attribute in ("recipe", "int8_name", "int8_block", "enabled"):
             del self.__dict__[attribute]
         self.__class__ = self.float_class  # type: ignore[assignment]
 
     def runs_int8(self, product: str | None = None) -> bool:
-        """Never."""
+        """Returns False."""
         return False
 
     def __prepare_scriptable__(self) -> None:
@@ -171,19 +171,19 @@ class FusedConvolution(_Convolution):
 
 
 class FusedConv1d(FusedConvolution, nn.Conv1d):
-    """nn.Conv1d in float, in a block."""
+    """nn.Conv1d in float that starts a block."""
 
     float_class = nn.Conv1d
 
 
 class FusedConv2d(FusedConvolution, nn.Conv2d):
-    """nn.Conv2d in float, in a block."""
+    """nn.Conv2d in float that starts a block."""
 
     float_class = nn.Conv2d
 
 
 class FusedConv3d(FusedConvolution, nn.Conv3d):
-    """nn.Conv3d in float, in a block."""
+    """nn.Conv3d in float that starts a block."""
 
     float_class = nn.Conv3d
 
@@ -196,13 +196,13 @@ FUSED_CLASSES: dict[type[nn.Module], type[FusedConvolution]] = {
 
 
 class Int8Conv1d(_Int8Conv, nn.Conv1d):
-    """nn.Conv1d in int8; takes a `recipe` besides torch's own arguments."""
+    """nn.Conv1d in int8. Takes the arguments of nn.Conv1d and a `recipe`."""
 
     float_class = nn.Conv1d
 
 
 class Int8Conv2d(_Int8Conv, nn.Conv2d):
-    """nn.Conv2d in int8; takes a `recipe` besides torch's own arguments. Runs in float where that is faster (float_table.py).
+    """nn.Conv2d in int8. Takes the arguments of nn.Conv2d and a `recipe`. Falls back to float where that is faster.
 
     >>> layer = Int8Conv2d(16, 16, 3, padding=1, recipe="plain-int8")
     >>> layer(torch.randn(2, 16, 5, 5)).shape, layer.runs_int8()
@@ -213,6 +213,6 @@ class Int8Conv2d(_Int8Conv, nn.Conv2d):
 
 
 class Int8Conv3d(_Int8Conv, nn.Conv3d):
-    """nn.Conv3d in int8; takes a `recipe` besides torch's own arguments."""
+    """nn.Conv3d in int8. Takes the arguments of nn.Conv3d and a `recipe`."""
 
     float_class = nn.Conv3d

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers run in float because int8 would be slower: a table over what a layer is, never a timing at run time.
+"""The table of layers that fall back to float because int8 would be slower. Nothing is timed at run time.
 
-The table reads a layer's geometry and nothing else: not the batch, the image, the path or the machine. So `summary` knows the
-answer before the first step, a prediction does not depend on its batch, and every path gives the same bits. `strict=True` in a
-recipe, and `with byteback.path(...)`, leave the table out.
+The table depends only on the geometry of a layer, not on the batch, the image size, the path or the machine. So `summary` can
+print the result before the first step, a prediction does not depend on its batch, and every path gives the same bits.
+`strict=True` in a recipe and `with byteback.path(...)` disable the table.
 
-A rule takes all three products of a layer. To take one alone was measured too and rarely pays: its operands are quantized for
-the others anyway, and PyTorch computes its two gradients faster together than apart.
+A rule applies to all three products of a layer. We also measured single products, which is rarely faster: their operands are
+quantized for the other products anyway, and PyTorch computes both gradients together faster than separately.
 
-Each rule carries the measurement behind it: the time of PyTorch FP32 (held to AVX2, the faster of contiguous and channels_last)
-for the three products over that of int8 with its quantization, on two cores, at images and batches that take milliseconds; in
-brackets the neighbours that stay in int8. A class is listed only where it clearly loses. A change of the table changes what
-training computes, so it raises NUMERICS_VERSION, which every checkpoint holds.
+The comment of each rule has its measurements: the time of PyTorch FP32 (limited to AVX2, the faster of contiguous and
+channels_last) divided by the time of int8 with quantization. They are for all three products, on two cores, at image and batch
+sizes that take milliseconds. Numbers in brackets are of similar layers that stay in int8. A rule is listed only if int8 is
+clearly slower. A change of the table changes the results of training, so it requires a new NUMERICS_VERSION, which every
+checkpoint stores.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 
 class Geometry(NamedTuple):
-    """What the table knows of a layer. A Linear layer is one without a kernel: `kernel` is empty."""
+    """The properties of a layer that the table uses. For a Linear layer `kernel` is empty."""
 
     in_channels: int
     out_channels: int
@@ -42,7 +43,7 @@ class Geometry(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """linear, depthwise, winograd, pointwise or gemm: which int8 algorithm would run, as csrc's plan.cpp decides."""
+        """linear, depthwise, winograd, pointwise or gemm: the int8 algorithm that csrc/conv/plan.cpp would choose."""
         if not self.kernel:
             return "linear"
         if self.groups == self.in_channels == self.out_channels:
@@ -56,7 +57,7 @@ class Geometry(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One line of the table: layers of this kind of which `loses` is true run in float."""
+    """One rule of the table: layers of this kind for which `loses` returns True run in float."""
 
     kind: str
     loses: Callable[[Geometry], bool]
@@ -70,7 +71,7 @@ RULES = (
     # 3→64 7x7 s2: 0.70; 3→32 3x3 s2: 0.53; 3→96 4x4 s4: 0.72; 8→64 5x5: 0.83 (16→64: 1.25); 8→64 3x3 s2: 0.84;
     # 1→64, 80 taps: 0.59. 64→1 5x5: 0.76, 64→8: 0.88 (64→16: 1.29); 64→3 3x3 s2: 0.91; 32→8 1x7: 0.62.
     Rule("gemm", lambda g: min(g.inputs, g.outputs) <= 8, "at most 8 input or output channels per group"),
-    # A 1-D tensor has its channels in front of its samples; turning it round costs more than little arithmetic earns.
+    # A contiguous 1-D tensor has to be transposed to channels last, which takes longer than int8 saves in a small product.
     # 3 taps, 32→32: 0.61; 9 taps, 16→16: 0.55; 2 taps, 64→64: 0.88 (3 taps, 64→64: 0.93; 5 taps: 1.08).
     Rule(
         "gemm",
@@ -92,7 +93,7 @@ RULES = (
 
 
 def why_float(geometry: Geometry) -> str | None:
-    """Why such a layer runs in float; None where it runs in int8.
+    """Returns why a layer runs in float; None if it runs in int8.
 
     >>> why_float(Geometry(128, 128, 32, (3, 3), (1, 1), (1, 1)))
     'fewer than 32 channels per group'

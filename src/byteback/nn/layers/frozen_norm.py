@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen norm of the detectors (torchvision's FrozenBatchNorm2d) as a stage of a block.
+"""The frozen norm of detectors (torchvision's FrozenBatchNorm2d) as part of a block.
 
-Its own forward multiplies and adds, which a LazyConv does not recognize as a norm. Bound to a block the module gets a twin
-class, which calls F.batch_norm with its four buffers on a LazyConv, and its own forward on everything else. It is recognized by
-what it holds and by what it computes, as torchvision need not be installed and others have written the same class.
+Its forward is a multiply and an add, which a LazyConv does not recognize as a norm. When the module becomes part of a block,
+its class is replaced by a subclass. If the input is a LazyConv, the subclass calls F.batch_norm with the four buffers, else the
+original forward. A frozen norm is recognized by its class name, its buffers and its results, because torchvision may not be
+installed and other projects have their own copy of the class.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ _BUFFERS = ("weight", "bias", "running_mean", "running_var")
 
 
 def has_frozen_name(module: nn.Module) -> bool:
-    """Whether the module's class says that it is a frozen norm; a graph stops there."""
+    """Whether the class of a module has the name of the frozen norm. The tracer does not trace into such modules."""
     return _float_class(module).__name__ == _NAME
 
 
 def is_frozen_norm(module: nn.Module, channels: int) -> bool:
-    """Whether a module is a frozen norm of so many channels, and its forward that of a batch norm with given statistics."""
+    """Whether a module is a frozen norm with this number of channels and computes a batch norm with its statistics."""
     if not has_frozen_name(module) or "forward" in module.__dict__ or not isinstance(getattr(module, "eps", None), float):
         return False
     buffers = [module._buffers.get(name) for name in _BUFFERS]
     if any(buffer is None or buffer.shape != (channels,) or buffer.dtype != torch.float32 for buffer in buffers):
         return False
     with torch.no_grad():
-        # One pixel of two values in the buffers' own scale: a class of the same name with another formula gives itself away.
+        # Two one-pixel images in the range of the buffers: a class of the same name with another formula gives other results.
         x = torch.stack([buffers[2], buffers[2] + buffers[3].abs().sqrt() + 1.0]).reshape(2, channels, 1, 1)  # type: ignore
         expected = _batch_norm(module, x)
         return expected.is_meta or torch.allclose(_float_class(module).forward(module, x), expected, 1e-3, 1e-4, equal_nan=True)
@@ -48,20 +49,20 @@ def _float_class(module: nn.Module) -> Any:
 
 
 class FusedNorm:
-    """Mixin for a frozen norm that a block swallows."""
+    """Mixin for a frozen norm that is part of a block."""
 
     float_class: type[nn.Module]
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        """The norm: as the next stage of a block, or as it always was."""
+        """Runs as part of a block if the input is a LazyConv, otherwise as before."""
         return _batch_norm(self, x) if type(x) is LazyConv else super().forward(x)  # type: ignore[misc]
 
     def detach(self) -> None:
-        """Makes the module what it was."""
+        """Restores the original class of the module."""
         self.__class__ = self.float_class  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The twin is made when it is needed, so pickle cannot find it by name.
+        # The subclass is created when it is needed, so pickle cannot find it by name.
         return _blank, (self.float_class,), self.__getstate__()
 
 
@@ -69,7 +70,7 @@ _twins: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def bind_frozen(module: nn.Module) -> None:
-    """Turns a frozen norm into its twin, in place; leaves every other module alone."""
+    """Changes the class of a frozen norm to its FusedNorm subclass, in place. Does nothing for other modules."""
     if has_frozen_name(module) and not isinstance(module, FusedNorm):
         module.__class__ = _twin(type(module))
 
@@ -81,6 +82,6 @@ def _twin(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:
-    """An empty instance of the twin, for pickle and copy to fill."""
+    """Returns an empty instance of the subclass, which pickle and copy fill."""
     twin = _twin(cls)
     return twin.__new__(twin)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Int8Layer: what Int8Conv1d/2d/3d and Int8Linear share. A torch layer plus a little.
+"""Int8Layer: the base class of Int8Conv1d/2d/3d and Int8Linear.
 
-`attach` turns a torch layer into its int8 self in place (same object, same parameters, same hooks), `detach` turns it
-back. A layer counts its calls within one forward of the prepared model, so that a module with several call sites keeps
-their statistics apart.
+`attach` converts a torch layer to int8 in place (same object, same parameters, same hooks) and `detach` converts it back. A
+layer counts its calls within one forward of the prepared model, so that a module that is called several times has separate
+statistics for each call.
 
-Rules for dtypes: weights are float32. The input is float32; under autocast any float is taken, the product runs from
-float32, and the output has autocast's dtype, as torch's own layer would give it.
+Dtypes: weights are float32. The input is float32. Under autocast any floating point input is converted to float32, and the
+output has the dtype of autocast, as with the torch layer.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ OWN_ATTRIBUTES = (
     *("recipe", "enabled", "hooked", "scaling", "faster_in_float", "int8_name", "int8_shared", "int8_calls", "int8_frozen"),
     "int8_sites",
 )
-"""What `attach` puts into a layer's dictionary, besides `quantizers`, which is a child module."""
+"""The attributes that `attach` sets on a layer, besides `quantizers`, which is a child module."""
 
 
 class Scaling(Protocol):
-    """What is connected to the layer from above and must let go of it: when it turns float again, or is connected anew."""
+    """Learning-rate scaling connected to a layer. It is disconnected when the layer becomes float or is connected again."""
 
     def drop(self, layer: Any) -> None: ...
 
@@ -71,7 +71,7 @@ class Int8Layer(_Base):
         name: str,
         shared: Shared | None = None,
     ) -> None:
-        """Gives the layer its recipe and its memory."""
+        """Sets the recipe of the layer and creates its quantizers."""
         self.recipe = resolve(recipe)
         self.int8_name = name
         self.enabled = True
@@ -87,7 +87,7 @@ class Int8Layer(_Base):
         )
 
     def detach(self) -> None:
-        """Makes the layer the plain torch layer that it was."""
+        """Converts the layer back to the torch layer."""
         del self.quantizers
         if self.scaling is not None:
             self.scaling.drop(self)
@@ -97,35 +97,35 @@ class Int8Layer(_Base):
         self.__class__ = self.float_class  # type: ignore[assignment]
 
     def channels(self) -> tuple[int, int]:
-        """(C, K): input and output channels."""
+        """Returns (C, K), the input and output channels."""
         raise NotImplementedError
 
     def geometry(self) -> Geometry:
-        """What the float table knows of this layer."""
+        """Returns the properties of this layer that the float table uses."""
         raise NotImplementedError
 
     def shares_gradient(self) -> bool:
-        """Whether grad_input uses the gradient's copy per channel too: in a depthwise convolution, which sums over no K."""
+        """Whether grad_input also uses the per-channel copy of the gradient: in depthwise layers, which do not sum over K."""
         own = self.recipe.grad_output_for_weight
         return own is not None and own.per == "K" and self.recipe.depthwise_shares and self.is_depthwise()
 
     def is_depthwise(self) -> bool:
-        """Whether each channel is convolved by itself, so that no product sums over channels."""
+        """Whether each channel is convolved separately, so that no product sums over channels."""
         in_channels, out_channels = self.channels()
         return 1 < in_channels == out_channels == getattr(self, "groups", 1)
 
     def runs_int8(self, product: str | None = None) -> bool:
-        """Whether the layer (or its "output", "grad_input" or "grad_weight") runs in int8 now. A chosen path is strict."""
+        """Whether the layer (or its "output", "grad_input" or "grad_weight") runs in int8 now. byteback.path implies strict."""
         if not self.enabled or (self.faster_in_float is not None and not paths.is_chosen()):
             return False
         return product is None or bool(getattr(self.recipe, product))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a loaded model has no optimizer of ours behind it.
+        # A copy or a loaded model is not connected to an optimizer.
         return {**self.__dict__, "hooked": False, "scaling": None, "int8_sites": {}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves the layer. A frozen one quantizes its weight again, since what moved may be something else now."""
+        """Moves the layer. A frozen layer quantizes its weight again, because the weight may have changed."""
         if self.int8_frozen is not None:
             self.int8_frozen = Frozen()
         return super()._apply(fn, recurse)
@@ -133,10 +133,10 @@ class Int8Layer(_Base):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        """A float checkpoint resets the quantizers; one that leaves this layer out leaves them alone."""
+        """Resets the quantizers if the checkpoint is of a float model. A checkpoint without this layer does not change them."""
         refuse_loading(self)
         if self.int8_shared.undo is not None:
-            self.int8_shared.undo.forget()  # of the weights that were
+            self.int8_shared.undo.forget()  # its copies belong to the old weights
         own = prefix + "quantizers."
         if not any(key.startswith(own) for key in state_dict):
             weight = state_dict.get(prefix + "weight")
@@ -144,11 +144,11 @@ class Int8Layer(_Base):
                 if self.quantizers.seed.is_meta and local_metadata.get("assign_to_params_buffers", False):
                     self.quantizers.to_empty(device=weight.device)  # where the weight will be
                 self.quantizers.reset()
-            state_dict.update(self.quantizers.state_dict(prefix=own))  # what is here now counts as loaded
+            state_dict.update(self.quantizers.state_dict(prefix=own))  # so that strict=True finds all keys
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def run(self, x: Tensor, products: Products) -> Tensor:
-        """The product without bias, under the dtype rules above."""
+        """Computes the product without bias, with the dtypes described above."""
         self.check_dtypes(x)
         device = x.device.type
         slot, with_grad = self.next_slot(), torch.is_grad_enabled()
@@ -160,7 +160,7 @@ class Int8Layer(_Base):
         return output.to(dtype)
 
     def check_call(self, input: Tensor, fuses: bool = False) -> None:
-        """Refuses a call that cannot run in int8 now. `fuses`: it runs as a block, so no transform is active."""
+        """Raises an error if the call cannot run in int8. If `fuses`, it runs as a block, so no transform is active."""
         if self.training and self.int8_frozen is not None:
             refuse_training(self, "it was called in training mode")
         if not fuses:
@@ -170,21 +170,21 @@ class Int8Layer(_Base):
         refuse_script(self.int8_name)
 
     def check_dtypes(self, x: Tensor) -> None:
-        """Refuses what no int8 product can take."""
+        """Raises an error if a dtype or a device does not fit an int8 product."""
         if self.weight.dtype != torch.float32:
             raise TypeError(
-                f"{self.int8_name}: weight is {self.weight.dtype}, but int8 training keeps its master weights in float32. "
-                "Leave the model in float32 (model.float()) and use torch.autocast for the layers around it."
+                f"{self.int8_name}: weight is {self.weight.dtype}, but int8 training needs float32 master weights. "
+                "Keep the model in float32 (model.float()) and use torch.autocast for the other layers."
             )
         if x.device != self.weight.device:
             raise RuntimeError(
-                f"{self.int8_name}: input is on {x.device} and weight on {self.weight.device}; a product needs both on one "
+                f"{self.int8_name}: input is on {x.device} and weight on {self.weight.device}, but both must be on the same "
                 f"device. Move the input with .to({str(self.weight.device)!r})."
             )
         if x.dtype != torch.float32 and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
             raise TypeError(
-                f"{self.int8_name}: input is {x.dtype}, but int8 layers take float32 (any float under autocast). "
-                "Call .float() on the input."
+                f"{self.int8_name}: input is {x.dtype}, but int8 layers expect float32 (any floating point dtype under "
+                "autocast). Call .float() on the input."
             )
 
     # ---- call slots ----
@@ -203,31 +203,31 @@ class Int8Layer(_Base):
         return min(ordinal, CALL_SLOTS - 1)
 
     def backward_slot(self, slot: int) -> int:
-        """The slot of a backward pass. Reentrant checkpointing runs it on a recomputed forward, whose ordinal is lost."""
+        """Returns the slot of a backward pass. It is not known after reentrant checkpointing if there are several calls."""
         if slot != RECOMPUTED:
             return slot
         if self.int8_calls > 1:
             raise RuntimeError(
-                f"{self.int8_name}: this layer is called {self.int8_calls} times in one forward and reentrant checkpointing "
-                "recomputes it, so which call a gradient belongs to is unknown. Use checkpoint(..., use_reentrant=False)."
+                f"{self.int8_name}: this layer is called {self.int8_calls} times in one forward and recomputed by reentrant "
+                "checkpointing, so it is unknown to which call a gradient belongs. Use checkpoint(..., use_reentrant=False)."
             )
         return 0
 
-    # ---- the world outside ----
+    # ---- ranks and the optimizer ----
 
     def rank(self) -> int:
-        """This process's rank: replicas must not share their noise."""
+        """Returns the rank of this process: every rank uses different noise."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank()
         return 0
 
     def learning_rate_factor(self) -> Any:
-        """φ of this layer, from the worst direction deviation among its calls; 1 without a rule, before any search, and where
-        the layer falls back to float."""
+        """Returns φ of this layer, from the largest direction deviation of its calls. It is 1 if the recipe has no rule, before
+        the first search, and if the layer falls back to float."""
         return factors([self])[0]
 
     def watch_for_hook(self) -> None:
-        """Warns once if a recipe that acts on the optimizer's step never sees one."""
+        """Warns once if the recipe needs the hooks of an optimizer, but no step of an optimizer was seen."""
         numerics = self.quantizers
         numerics.backwards += 1
         if numerics.stepped or self.int8_shared.warned or not self.training:
@@ -239,15 +239,15 @@ class Int8Layer(_Base):
             self.int8_shared.warned = True
             reason = f"no optimizer step was seen in {passes} backward passes" if self.hooked else "no optimizer is connected"
             warnings.warn(
-                f"{self.int8_name}: {type(self.recipe).__name__} acts on the optimizer's step (learning-rate factors, skipped "
-                f"steps), but {reason}, so it trains without that part. Call "
+                f"{self.int8_name}: {type(self.recipe).__name__} needs the optimizer (for learning-rate factors or skipped "
+                f"steps), but {reason}, so training runs without them. Call "
                 "byteback.scale_learning_rates(optimizer, model) with the optimizer whose step() you call.",
                 stacklevel=3,
             )
 
 
 def factors(layers: Sequence[Int8Layer]) -> list[Any]:
-    """φ of each layer: numbers, or tensors where a look at them would cost time."""
+    """Returns φ of each layer: numbers, or tensors if reading them is slow."""
     scaled = [layer for layer in layers if layer.recipe.learning_rate is not None and layer.runs_int8()]
     observed = [[q.observed for q in layer.quantizers.gradients()] for layer in scaled]
     made = quantizer.factors(observed, [layer.recipe.learning_rate for layer in scaled])
@@ -256,10 +256,10 @@ def factors(layers: Sequence[Int8Layer]) -> list[Any]:
 
 
 def weight_number(weight: Tensor) -> int:
-    """15 bits of a weight's contents: with them layers of different models draw different noise, and do so again next run."""
+    """Returns 15 bits of a hash of a weight, so that layers of different models use different noise, the same in every run."""
     if weight.device.type == "meta" or weight.numel() == 0:
         return 0
-    if hasattr(weight, "full_tensor"):  # FSDP2 has sharded it: every rank prepares, so every rank can ask for the whole
+    if hasattr(weight, "full_tensor"):  # sharded by FSDP2: every rank calls prepare, so all can gather the weight
         weight = weight.full_tensor()
     head = weight.detach().flatten()[:1024].to("cpu", torch.float32).contiguous()
     return zlib.crc32(head.numpy().tobytes()) & 0x7FFF

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Int8Linear: torch's Linear with all three products in int8. The papers keep Linear in float; a recipe may not."""
+"""Int8Linear: torch's Linear with all three products in int8. The papers keep Linear in float; Recipe.linear converts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from byteback.recipes import Recipe
 
 
 class Int8Linear(Int8Layer, nn.Linear):
-    """nn.Linear in int8; takes a `recipe` besides torch's own arguments. Runs in float where that is faster (float_table.py).
+    """nn.Linear in int8. Takes the arguments of nn.Linear and a `recipe`. Falls back to float where that is faster.
 
     >>> layer = Int8Linear(128, 64, recipe="plain-int8")
     >>> layer(torch.randn(3, 5, 128)).shape, layer.runs_int8()
@@ -44,8 +44,8 @@ class Int8Linear(Int8Layer, nn.Linear):
         self.check_call(input)
         if input.dim() < 1 or input.shape[-1] != self.in_features:
             raise ValueError(
-                f"{self.int8_name}: input has shape {tuple(input.shape)}, but this layer takes (..., {self.in_features}). "
-                "Check what feeds it."
+                f"{self.int8_name}: expected input of shape (..., {self.in_features}), but got {tuple(input.shape)}. "
+                "Check the layer before it."
             )
         rows = input.reshape(-1, self.in_features)
         output = self.run(rows, LinearProducts())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerNumerics: all that one int8 layer remembers. A child module, so that it moves, copies and saves with the layer.
+"""LayerNumerics: the state of one int8 layer. It is a child module, so it is moved, copied and saved with the layer.
 
-Everything is a fixed-shape buffer. A checkpoint of the float network, which has none of these keys, loads with
-strict=True and resets them; a checkpoint that has some but not all of them is an error, since half a state is a bug.
+All state is in buffers of fixed shape. A checkpoint of the float network, which has none of these keys, loads with strict=True
+and resets the state. A checkpoint with only some of the keys is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GRADIENT_ROLES = ("grad_output", "grad_output_for_weight")
 
 
 def signed64(seed: int) -> int:
-    """A 64-bit seed as int64 holds it.
+    """Converts an unsigned 64-bit seed to int64.
 
     >>> signed64(2**64 - 1)
     -1
@@ -35,9 +35,9 @@ def signed64(seed: int) -> int:
 class LayerNumerics(nn.Module):
     """Noise counter, iteration and quantizers of one layer.
 
-    seed, layer, count   name the noise of the next gradient; count rises with every gradient that is quantized
-    iteration            optimizer steps seen (or backward passes, where no optimizer hook is installed)
-    nonfinite            how many tensors with NaN or Inf were met
+    seed, layer, count   identify the noise of the next gradient; count increases with every quantized gradient
+    iteration            number of optimizer steps (of backward passes if no optimizer is connected)
+    nonfinite            number of tensors with NaN or Inf
     """
 
     seed: Tensor
@@ -75,19 +75,19 @@ class LayerNumerics(nn.Module):
         self._derive()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Handles belong to a process, so a copy from another one gets its own."""
+        """Creates new handles, because handles are only valid in one process."""
         super().__setstate__(state)
         self._derive()
 
     def _derive(self) -> None:
-        """What follows from the settings: their handles, and whether one rule chooses both copies of a gradient at once."""
+        """Sets what depends on the settings: their handles, and whether both copies of a gradient can be quantized together."""
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
         one, each = self.settings["grad_output"].rule, self.settings["grad_output_for_weight"].rule
         together = (one.per, each.per) == ("tensor", "K") and one.clip == each.clip and one.rounding == each.rounding
         self.chooses_both = self.grad_output_for_weight is not None and together and type(one.clip.program()) is Averaged
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerNumerics:
-        """Moves with the model; to memory that holds nothing yet it comes with the numbers of a new layer."""
+        """Moves with the model. Buffers that come from the meta device get the values of a new layer."""
         if recurse:
             for child in self.children():
                 child._apply(fn)
@@ -96,11 +96,11 @@ class LayerNumerics(nn.Module):
         return self
 
     def noise_of(self, role: str, key: Tensor) -> Tensor | None:
-        """The noise key, for a tensor that is rounded stochastically."""
+        """Returns the noise key if the tensor is rounded stochastically, else None."""
         return key if self.settings[role].rule.rounding == "stochastic" else None
 
     def next_noise_key(self, rank: int, count_iteration: bool) -> Tensor:
-        """The key for this gradient's noise; the next gradient gets another one."""
+        """Returns the noise key of this gradient and advances the counter, so that the next gradient gets another key."""
         count = self.count
         key = ops.noise_key(self.seed, self.layer, count, rank)
         count.add_(1)
@@ -109,7 +109,7 @@ class LayerNumerics(nn.Module):
         return key
 
     def reset(self) -> None:
-        """Forgets everything but what names the noise: no gradient of a layer ever gets the noise of an earlier one."""
+        """Resets everything except the noise counter, so that the noise of an earlier gradient is never used again."""
         for quantizer in self.each():
             quantizer.reset()
         for counter in (self.iteration, self.nonfinite):
@@ -117,26 +117,26 @@ class LayerNumerics(nn.Module):
         self.numerics_version.fill_(NUMERICS_VERSION)
 
     def gradients(self) -> list[Quantizer]:
-        """The quantizers of the gradient's copies."""
+        """Returns the quantizers of the copies of the gradient."""
         copies = (self.grad_output, self.grad_output_for_weight)
         return [copy for copy in copies if copy is not None]
 
     def each(self) -> list[Quantizer]:
-        """The quantizers: of the input, and of one or two copies of the gradient."""
+        """Returns all quantizers: of the input, and of one or two copies of the gradient."""
         return [quantizer for quantizer in self._modules.values() if isinstance(quantizer, Quantizer)]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         version = state_dict.get(prefix + "numerics_version")
         if version is not None and int(version) != NUMERICS_VERSION:
             warnings.warn(
-                f"{prefix[:-1]}: the checkpoint was written with numerics version {int(version)}, this build has "
-                f"{NUMERICS_VERSION}; training goes on, but not with the bits that the old version would have given.",
+                f"{prefix[:-1]}: the checkpoint has numerics version {int(version)}, but this build has {NUMERICS_VERSION}; "
+                "training continues, but not with the same bits as with the old version.",
                 stacklevel=2,
             )
             state_dict[prefix + "numerics_version"] = torch.full_like(version, NUMERICS_VERSION)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         for quantizer in self.each():
-            quantizer.unshared.zero_()  # what was measured before belongs to another run
+            quantizer.unshared.zero_()  # measurements of another run
 
 
 def _quantizer(rule: TensorRule, channels: int, device: torch.device | None, tracks: bool = False) -> Quantizer:

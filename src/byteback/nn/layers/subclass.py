@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The int8 twin of a layer's class: Int8Conv2d for nn.Conv2d, and for a user's subclass a class that is both.
+"""The int8 class for a layer's class: Int8Conv2d for nn.Conv2d, and for a user's subclass a new class that derives from both.
 
-A subclass that only changes the constructor, such as torchvision's Conv3DSimple, keeps its own methods and stays an instance
-of itself. The twin of a subclass is made when it is needed, so pickle cannot find it by name; it pickles as its recipe:
-"the twin of that class".
+A layer of a subclass that only changes the constructor, such as torchvision's Conv3DSimple, keeps its methods and is still an
+instance of that class. The int8 class of a subclass is created when it is needed, so pickle cannot find it by name. Its
+instances are pickled with the float class instead, from which the int8 class is created again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _twins: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def int8_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a layer of class `cls` takes on in `prepare`.
+    """Returns the class to which `prepare` changes a layer of class `cls`.
 
     >>> int8_class(nn.Conv2d).__name__
     'Int8Conv2d'
@@ -48,7 +48,7 @@ def int8_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def own_names(twin: Any) -> tuple[str, ...]:
-    """The names that a class of ours adds to the torch class it is made from: methods, attributes, what `attach` sets.
+    """Returns the names that an int8 or fused class adds to its torch class: methods, attributes and what `attach` sets.
 
     >>> "quantizers" in own_names(Int8Conv2d), "forward" in own_names(Int8Conv2d)
     (True, False)
@@ -63,7 +63,7 @@ def own_names(twin: Any) -> tuple[str, ...]:
 
 
 def clash(module: nn.Module, twin: Any) -> str | None:
-    """A name of the user's, on the layer or in its class, that `twin` needs for itself.
+    """Returns a name that the user's layer or its class already uses, but `twin` needs; None if there is none.
 
     >>> layer = nn.Conv2d(3, 8, 3)
     >>> layer.recipe = "mine"
@@ -80,6 +80,6 @@ def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:
-    """An empty instance of the twin, for pickle and copy to fill."""
+    """Returns an empty instance of the int8 class, which pickle and copy fill."""
     twin = int8_class(cls)
     return twin.__new__(twin)

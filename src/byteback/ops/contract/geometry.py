@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole numbers that a caller gives: stride, padding, dilation, groups, sizes, an axis.
+"""Checks the integer arguments of operators: stride, padding, dilation, groups, sizes, an axis.
 
-They mean what they mean in PyTorch: one integer stands for all axes, integers of other libraries (numpy's) are integers, and
-bool and float are not. What is right is returned as plain integers, so that a remembered plan, which is found by equality,
-does not take 1.0 or True for 1. Their signs, their number and how they fit each other are checked with the plan.
+As in PyTorch, one integer means the same for all axes, integers of other libraries such as numpy are accepted, and bool and
+float are not. The results are plain integers: plans are cached by these values, and 1.0 or True would be equal to 1. Signs,
+lengths and whether the values fit together are checked with the plan.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 Axes = int | Sequence[int]
 
 MOST = 2**31 - 1
-"""The largest of these numbers that is taken; no tensor that fits into memory has an axis that needs a larger one."""
+"""The largest number that is accepted; no tensor that fits into memory needs a larger one."""
 
 
 def geometry(op: str, spatial: int, values: Sequence[Any]) -> tuple[Any, ...]:
-    """stride, padding, dilation and groups of a convolution with so many spatial axes.
+    """Returns stride, padding, dilation and groups of a convolution with this number of spatial axes, checked.
 
     >>> geometry("conv_int8", 2, (1, [0, 2], (1, 1), 1))
     ((1, 1), [0, 2], (1, 1), 1)
     """
     if len(values) != 4:
-        raise ValueError(f"{op}: geometry has {len(values)} entries; it is (stride, padding, dilation, groups). Pass these.")
+        raise ValueError(f"{op}: geometry has {len(values)} entries, but must be (stride, padding, dilation, groups).")
     stride, padding, dilation, groups = values
     if _is_plain((stride, padding, dilation, (groups,))):
         return stride, padding, dilation, groups
@@ -40,7 +40,7 @@ def geometry(op: str, spatial: int, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _is_plain(sequences: tuple[Any, ...]) -> bool:
-    """Whether all of it is as it should be: what nearly every call gives, in as little time as possible."""
+    """Whether all values are plain integers in range. A fast check for the usual case."""
     for values in sequences:
         if type(values) is not tuple and type(values) is not list:
             return False
@@ -51,23 +51,23 @@ def _is_plain(sequences: tuple[Any, ...]) -> bool:
 
 
 def axes(op: str, name: str, values: Axes, spatial: int) -> Sequence[int]:
-    """One number for each spatial axis."""
+    """Returns one number for each spatial axis."""
     return sizes(op, name, values) if isinstance(values, (list, tuple)) else (whole(op, name, values),) * spatial
 
 
 def sizes(op: str, name: str, values: Sequence[int]) -> Sequence[int]:
-    """A sequence of numbers, such as the size of a tensor."""
+    """Returns a sequence of numbers, such as the size of a tensor, checked."""
     if not isinstance(values, (list, tuple)):
-        raise TypeError(f"{op}: {name} is {values!r}, but it is the size of a tensor. Pass a sequence of integers.")
+        raise TypeError(f"{op}: {name} is {values!r}, but it must be the size of a tensor. Pass a sequence of integers.")
     return values if _is_plain((values,)) else [whole(op, name, each) for each in values]
 
 
 def whole(op: str, name: str, value: Any) -> Any:
-    """One number, an int or, while torch.compile traces, a SymInt.
+    """Returns one number, checked: an int, or a SymInt while torch.compile traces.
 
     >>> whole("absmax", "axis", 1.0)
     Traceback (most recent call last):
-    TypeError: absmax: axis has the value 1.0, a float, ...
+    TypeError: absmax: axis is 1.0, a float, ...
     """
     if type(value) is int or isinstance(value, torch.SymInt):
         number = value
@@ -78,12 +78,11 @@ def whole(op: str, name: str, value: Any) -> Any:
             number = operator.index(value)
         except TypeError:
             raise TypeError(
-                f"{op}: {name} has the value {value!r}, a {type(value).__name__}, but it counts pixels, channels or axes. "
-                "Pass an integer."
+                f"{op}: {name} is {value!r}, a {type(value).__name__}, but it counts pixels, channels or axes. Pass an integer."
             ) from None
     if isinstance(number, int) and not -MOST <= number <= MOST:
         raise ValueError(
-            f"{op}: {name} has the value {number}, but the largest that is taken is {MOST}; no image has as many pixels on an "
-            "axis. Pass a smaller number."
+            f"{op}: {name} is {number}, but must be at most {MOST}; no image has more pixels along an axis. "
+            "Pass a smaller number."
         )
     return number

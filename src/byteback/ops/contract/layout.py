@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory formats: PyTorch's rule for a convolution's output, written out so that real and fake kernels agree.
+"""Memory formats: PyTorch's rule for the output of a convolution, so that real and fake kernels use the same.
 
-The rule: channels_last if the input or the weight is, else contiguous. Ambiguous shapes (one channel, one pixel)
-count as contiguous, as they do in PyTorch.
+The output is channels_last if the input or the weight is, otherwise contiguous. Ambiguous shapes (one channel, one pixel) are
+treated as contiguous, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def lies_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """The same for a tensor of these sizes and strides."""
+    """Returns is_channels_last for a tensor of these sizes and strides."""
     if len(sizes) not in _CHANNELS_LAST or strides[1] == 0:
         return False
     least = 0
@@ -33,7 +33,7 @@ def lies_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def is_last_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether memory holds a tensor (N, C, ...) densely in the order N, ..., C.
+    """Whether a tensor (N, C, ...) is stored densely in the order N, ..., C.
 
     >>> is_last_dense((2, 3, 5), (15, 1, 3)), is_last_dense((2, 3, 5), (15, 5, 1)), is_last_dense((2, 1, 5), (5, 5, 1))
     (True, False, True)
@@ -47,7 +47,7 @@ def is_last_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def is_part(x: Tensor, pitch: int) -> bool:
-    """Whether x (N, C, ...) is some channels of a dense image with its channels last, `pitch` of them for each pixel."""
+    """Whether x (N, C, ...) is a slice of the channels of a dense channels-last tensor that has `pitch` channels."""
     if x.shape[1] > pitch or (x.shape[1] > 1 and x.stride(1) != 1):
         return False
     step = pitch
@@ -59,8 +59,8 @@ def is_part(x: Tensor, pitch: int) -> bool:
 
 
 def empty_like_product(shape: list[int], *operands: Tensor) -> Tensor:
-    """An empty float32 result of a product, in the memory format that PyTorch would give it."""
-    # Of an empty batch PyTorch makes a contiguous result, whatever its layout.
+    """Returns an uninitialized float32 result of a product, in the memory format that PyTorch would use."""
+    # For an empty batch the result of PyTorch is contiguous, whatever the layout of the operands.
     empty = any(operand.numel() == 0 for operand in operands)
     last = not empty and any(is_channels_last(operand) for operand in operands)
     memory_format = _CHANNELS_LAST[len(shape)] if last else torch.contiguous_format
@@ -68,7 +68,7 @@ def empty_like_product(shape: list[int], *operands: Tensor) -> Tensor:
 
 
 def dense_strides(shape: list[int], channels_last: bool) -> tuple[int, ...]:
-    """The strides of a dense tensor of this shape, contiguous or with its channels last.
+    """Returns the strides of a dense tensor of this shape, contiguous or channels last.
 
     >>> dense_strides([2, 3, 4, 5], True)
     (60, 1, 15, 3)
@@ -84,12 +84,12 @@ def dense_strides(shape: list[int], channels_last: bool) -> tuple[int, ...]:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """x with dense (N, ..., C) memory, copied if it must be."""
+    """Returns x stored densely as (N, ..., C), copied only if needed."""
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def last_strides(size: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor (N, C, ...) with its channels last, of any rank.
+    """Returns the strides of a dense channels-last tensor (N, C, ...) of any rank.
 
     >>> last_strides((2, 3, 4, 5)), last_strides((2, 3, 4))
     ((60, 1, 15, 3), (12, 1, 3))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of stochastic rounding: a function of (seed, rank, layer, count, element), never of threads or layout.
+"""The noise of stochastic rounding: a function of (seed, rank, layer, count, element), not of threads or layout.
 
     key of a gradient   Philox 4x32-10, key = seed, counter = (count, layer, rank), its first two words (k0, k1)
     an element pair     h = mix32((index * 0x9E3779B1 + k0) ^ k1), index counting channel pairs in N, (D,) H, W, C order
     an element          u = (h16 + 0.5) / 65536, h16 the low half of h for an even channel, the high half for an odd one
 
-Philox makes one key per gradient and a cheap hash does the rest: Philox for each element would cost as much as the
-quantization itself. u lies strictly between 0 and 1, so floor(y + u) keeps every integer, and zero above all, as it is.
-Of a key's words the low 32 bits count, whatever an int64 holds above them.
+Philox computes one key per gradient, and a cheap hash computes the noise of each element: Philox for each element would take as
+long as the quantization itself. u is strictly between 0 and 1, so floor(y + u) does not change integers, in particular not 0.
+Only the low 32 bits of the words of a key are used, whatever the upper bits of the int64 are.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def philox4x32(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tupl
 
 
 def key_words(seed: int, rank: int, layer: int, count: int) -> tuple[int, int]:
-    """The 64-bit key (k0, k1) of one gradient."""
+    """Returns the 64-bit key (k0, k1) of one gradient."""
     seed_words = (seed & _MASK, (seed >> 32) & _MASK)
     counter = (count & _MASK, (count >> 32) & _MASK, layer & _MASK, rank & _MASK)
     return philox4x32(seed_words, counter)[:2]
 
 
 def _mix32(h: Tensor) -> Tensor:
-    """murmur3's finalizer on uint32 values held in int64."""
+    """The finalizer of murmur3, on uint32 values stored in int64."""
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _MASK
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _MASK
     return h ^ (h >> 16)
 
 
 def uniform_like(x: Tensor, key: Tensor) -> Tensor:
-    """u for every element of x, shaped (N, C, ...) as x is."""
+    """Returns u for every element of x (N, C, ...), in the shape of x."""
     n, c, *spatial = x.shape
     pairs = (c + 1) // 2
     pixels = n

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale rule: a scale may vary only along an axis that survives the sum.
+"""The scale rule: a scale may vary only along an axis that is not summed over.
 
-Terms with different scales cannot be added, so each product of a convolution allows its operands' scales to vary along
-one axis only. This file is the single place that knows the rule; recipes are checked against it when they are built,
-operators when they are called.
+Terms with different scales cannot be added, so in each product of a convolution the scale of an operand may vary along one axis
+only. The rule is defined only here. Recipes are checked when they are created, operators when they are called.
 
     product       shape          sums over      scales may vary along
     output        (N,K,OH,OW)    C, R, S        N of input,        K of weight
@@ -18,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# product -> operand -> (axis of that operand that may carry a scale, its letter)
+# product -> operand -> (axis of the operand along which its scale may vary, letter of the axis)
 ALLOWED: dict[str, dict[str, tuple[int, str]]] = {
     "output": {"input": (0, "N"), "weight": (0, "K")},
     "grad_input": {"grad_output": (0, "N"), "weight": (1, "C")},
@@ -36,7 +35,7 @@ _SUMS_OVER = {"output": ("C", "R", "S"), "grad_input": ("K", "R", "S"), "grad_we
 
 
 def violation(product: str, operand: str, letter: str) -> str | None:
-    """Why a scale of `operand` that varies along `letter` cannot serve `product`; None where it can.
+    """Returns why the scale of `operand` in `product` cannot vary along `letter`; None if it can.
 
     >>> violation("grad_weight", "grad_output", "K") is None
     True
@@ -50,20 +49,20 @@ def violation(product: str, operand: str, letter: str) -> str | None:
 
 
 def advice(product: str, operand: str) -> str:
-    """What to do about a violation."""
+    """Returns the advice for the error message of a violation."""
     if (product, operand) == ("grad_input", "grad_output"):
         return "Quantize grad_output per tensor for this product; per channel is allowed in Recipe.grad_output_for_weight."
     return f"Quantize {operand} per tensor, or along {ALLOWED[product][operand][1]}."
 
 
 def check_scale(op: str, product: str, operand: str, values: Tensor, scale: Tensor, depthwise: bool = False) -> None:
-    """Raises ValueError unless `scale` has the rank of `values` and obeys the rule for `product`."""
+    """Raises an error unless `scale` is float32, has the rank of `values` and follows the rule for `product`."""
     if scale.dtype != torch.float32:
-        raise TypeError(f"{op}: {operand}.scale has dtype {scale.dtype}, but scales are float32. Call .float() on it.")
+        raise TypeError(f"{op}: {operand}.scale has dtype {scale.dtype}, but must be float32. Call .float() on it.")
     if scale.dim() != values.dim():
         raise ValueError(
-            f"{op}: {operand}.scale has shape {tuple(scale.shape)} but {operand} has shape {tuple(values.shape)}; a scale "
-            "has the rank of its tensor, with ones along the axes that share it, so that it broadcasts. Reshape the scale."
+            f"{op}: {operand}.scale has shape {tuple(scale.shape)} but {operand} has shape {tuple(values.shape)}; a scale must "
+            "have the rank of its tensor, with size 1 along the axes that share it, so that it broadcasts. Reshape the scale."
         )
     axis, _ = ALLOWED[product][operand]
     for dim, (have, want) in enumerate(zip(scale.shape, values.shape, strict=True)):
@@ -72,20 +71,20 @@ def check_scale(op: str, product: str, operand: str, values: Tensor, scale: Tens
         letters = {index: letter for letter, index in AXES[operand].items()}
         if dim != axis and not (depthwise and product == "grad_input" and AXES[operand].get("K") == dim):
             why = violation(product, operand, letters[dim]) if dim in letters else None
-            why = why or f"varies along axis {dim}; but {product} sums over it, so it cannot factor out"
+            why = why or f"varies along axis {dim}; but {product} sums over it, and terms with different scales cannot be added"
             raise ValueError(f"{op}: {operand}.scale has shape {tuple(scale.shape)}, so it {why}. {advice(product, operand)}")
         if have != want:
             raise ValueError(
-                f"{op}: {operand}.scale has {have} entries along {letters[dim]} but {operand} has {want} there; "
-                "there must be one scale for all or one for each. Quantize the tensor again."
+                f"{op}: {operand}.scale has size {have} along {letters[dim]}, but {operand} has size {want}; "
+                "it must have one scale for all or one for each. Quantize the tensor again."
             )
 
 
 def combine_scales(product: str, first: Tensor, second: Tensor, groups: int, channels: int) -> Tensor:
-    """The one factor that turns the product's integers into floats, shaped to broadcast over the result.
+    """Returns the factor that converts the integers of the product to floats, in a shape that broadcasts over the result.
 
-    `first` belongs to input (output) or grad_output (the gradients), `second` to the other operand; `channels` is K. Where
-    `first` varies along K in grad_input, the convolution is depthwise, and K is C.
+    `first` is the scale of input (for output) or grad_output (for the gradients), `second` is that of the other operand.
+    `channels` is K. If `first` varies along K in grad_input, the convolution is depthwise, and K is C.
     """
     rank = first.dim()
     ones = (1,) * (rank - 2)
@@ -97,6 +96,6 @@ def combine_scales(product: str, first: Tensor, second: Tensor, groups: int, cha
     per_k = first.reshape(-1, 1, *ones)
     if second.numel() == 1 or groups == 1:
         return per_k * second
-    # Group j of the weight's rows reads input channels j*C/groups onwards, so each row sees its own group's scales.
+    # The rows of group j of the weight use input channels from j*C/groups on, so each row gets the scales of its group.
     per_group = second.reshape(groups, -1).repeat_interleave(channels // groups, dim=0)
     return per_k * per_group.reshape(channels, -1, *ones)

@@ -37,7 +37,7 @@ _TRAINED_STAGES = 3  # of a backbone with a checkpoint
 
 
 def keep_float(model: str, asked: Sequence[str]) -> tuple[str, ...]:
-    """Returns the wildcards of the layers that stay float: those asked for, the default, or nothing for "none"."""
+    """Returns the wildcards of the layers that stay float: those given, the default, or nothing for "none"."""
     return float_layers(asked, KEEP_FLOAT[model])
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of a norm per channel in plain PyTorch; ops/norm.py has the formulas.
+"""The arithmetic of a norm per channel in plain PyTorch. ops/norm.py has the formulas.
 
-All of it in float64; a, b, q, r are rounded to float32 once, b after a and r after q. Vectors are (C,).
+All arithmetic is float64. a, b, q, r are rounded to float32 once, b after a and r after q. Vectors have shape (C,).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from byteback.ops.types import BatchNorm, Coefficients
 def norm_coefficients(
     stats: tuple[Tensor, Tensor, Tensor, Tensor], count: int, norm: BatchNorm, activation: str
 ) -> Coefficients:
-    """a, b, mean, invstd and peak from channel_stats; updates the running statistics."""
+    """Returns a, b, mean, invstd and peak from channel_stats. Updates the running statistics."""
     total, squares, low, high = stats
     gamma, beta, bias, eps, running, momentum = norm
     mean = divided_by(total, count)
@@ -50,14 +50,14 @@ def _affine(invstd: Tensor, centre: Tensor, gamma: Tensor | None, beta: Tensor |
 def norm_folded(
     mean: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """a and b of a norm with given statistics."""
+    """Returns a and b of a norm with given statistics."""
     centre = mean.double() if bias is None else mean.double() - bias
     return _affine(norm_invstd(var, eps), centre, gamma, beta)
 
 
 @torch.no_grad()
 def norm_invstd(var: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(var + eps)."""
+    """Returns 1 / sqrt(var + eps)."""
     return inverse(square_root(var.double() + eps))
 
 
@@ -65,7 +65,7 @@ def norm_invstd(var: Tensor, eps: float) -> Tensor:
 def norm_gradient(
     a: Tensor, mean: Tensor, invstd: Tensor, total: Tensor, dot: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, r, grad_gamma, grad_beta."""
+    """Returns q, r, grad_gamma, grad_beta."""
     wide = a.double()
     gamma = (dot - mean * total) * invstd
     share = -1.0 / count if count else -math.inf
@@ -87,7 +87,7 @@ def gradient_sums(
     squares: Tensor,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """Σdx and Σdx²."""
+    """Returns Σdx and Σdx²."""
     a, q, r = a.double(), q.double(), r.double()
     var = (inverse(invstd * invstd) - eps).clamp_min(0.0)
     shift, centred = q * mean + r, dot - mean * total

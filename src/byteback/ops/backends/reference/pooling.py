@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools in plain PyTorch. Forward is left to PyTorch's own operators; backward finishes what another path began."""
+"""Pooling in plain PyTorch. Forward uses the operators of PyTorch; backward also works after a forward on another path."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from byteback.ops.types import Pair, Window
 
 
 def has_max_pool(x: Tensor, window: Window) -> bool:
-    """PyTorch's own max_pool2d is used."""
+    """Returns False: callers use max_pool2d of PyTorch."""
     return False
 
 
 def max_pool(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-    """The largest of each window, and which of its taps that is; channels last."""
+    """Returns the maximum of each window and the index of its tap, channels last."""
     y, places = torch.ops.aten.max_pool2d_with_indices(x, *map(list, window[:4]), window.ceil_mode)
     h, w = places // x.shape[3] - _starts(y, window, 2)[:, None], places % x.shape[3] - _starts(y, window, 3)
     taps = h // window.dilation[0] * window.kernel[1] + w // window.dilation[1]
@@ -26,14 +26,14 @@ def max_pool(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
 
 
 def _starts(windows: Tensor, window: Window, axis: int) -> Tensor:
-    """The first row (axis 2) or column (axis 3) of each window, in the padding or not."""
+    """Returns the first row (axis 2) or column (axis 3) of each window, which may be in the padding."""
     counted = torch.arange(windows.shape[axis], device=windows.device)
     return counted * window.stride[axis - 2] - window.padding[axis - 2]
 
 
 @torch.no_grad()
 def max_pool_grad(g: Tensor, taps: Tensor, size: Sequence[int], window: Window) -> Tensor:
-    """The gradient of x, channels last: taps become the places that PyTorch wants."""
+    """Returns the gradient of x, channels last. Converts taps to the indices of PyTorch."""
     dx = torch.empty_strided(size, layout.last_strides(size), dtype=torch.float32, device=g.device)
     taps = taps.long()
     h = _starts(taps, window, 2)[:, None] + taps // window.kernel[1] * window.dilation[0]
@@ -44,10 +44,10 @@ def max_pool_grad(g: Tensor, taps: Tensor, size: Sequence[int], window: Window) 
 
 
 def take_pixels(x: Tensor, stride: Pair) -> Tensor | None:
-    """PyTorch's own avg_pool2d is used."""
+    """Returns None: callers use avg_pool2d of PyTorch."""
     return None
 
 
 def spread_pixels(y: Tensor, size: Sequence[int], stride: Pair) -> Tensor | None:
-    """PyTorch's own avg_pool2d is used."""
+    """Returns None: callers use avg_pool2d of PyTorch."""
     return None

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact meaning of the integer products in plain PyTorch, on any device.
+"""Defines the integer products in plain PyTorch, on any device.
 
 Legend: N C H W input, K C R S weight, N K OH OW output; any number of spatial axes.
 
-Integer sums have no rounding, so a float convolution of integer-valued tensors is exact as long as no partial sum leaves
-the float's integers. float64 always holds them (2^53). float32 holds sums of up to 1040 products, twice as fast and with
-oneDNN's direct kernels; deeper sums are cut into slices of that depth and added in float64. NNPACK must stay out of the
-way (its Winograd transform rounds), and so must every backend that we cannot vouch for: those get float64 and a round.
+A float convolution of tensors with integer values is exact as long as all partial sums are exact integers. In float64 they
+always are (up to 2^53). In float32 they are for sums of up to 1040 products; this is twice as fast and uses the direct kernels
+of oneDNN. Longer sums are split into slices of that length, which are added in float64. NNPACK must be disabled, because its
+Winograd transform rounds. Other devices and processors, where we cannot be sure, use float64 and round the result.
 
-Operands are copied to contiguous tensors first: PyTorch's grouped convolution of a channels_last input gives wrong values
-where an axis of size 1 of the weight has an unusual stride. And a float sum of one product may be -0.0 (0 · -3), which no
-integer is: every sum gets +0.0 added.
+Operands are copied to contiguous tensors first: PyTorch's grouped convolution of a channels_last input gives wrong values if an
+axis of size 1 of the weight has an unusual stride. A float sum of one product may be -0.0 (0 · -3), which is not an integer, so
++0.0 is added to every sum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from byteback.ops.types import Geometry, ProductCall
 
 _CONV = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 _X86 = platform.machine().lower() in {"x86_64", "amd64"}
-# The NNPACK switch is global to the process: two threads must not restore it under each other's feet.
+# The NNPACK flag is global to the process: two threads must not change it at the same time.
 _nnpack_lock = threading.Lock()
 
 
@@ -44,7 +44,7 @@ def _direct_sums(device: torch.device) -> Iterator[None]:
 
 
 def _slices(total: int, depth_each: int, device: torch.device, splittable: bool) -> list[slice] | None:
-    """Slices of the summed axis whose sums are exact in float32, or None where float64 must do it in one go."""
+    """Returns slices of the summed axis whose sums are exact in float32, or None to compute the whole sum in float64."""
     each = MAX_FLOAT32_DEPTH // max(depth_each, 1)
     if device.type != "cpu" or not _X86 or each == 0 or (each < total and not splittable):
         return None
@@ -52,7 +52,7 @@ def _slices(total: int, depth_each: int, device: torch.device, splittable: bool)
 
 
 def _exact(parts: list[slice] | None, device: torch.device, product: Callable[[slice, torch.dtype], Tensor]) -> Tensor:
-    """The integer-valued sum of `product` over all parts."""
+    """Returns the sum of `product` over all parts, which has integer values."""
     with torch.no_grad(), _direct_sums(device):
         if parts is None:
             return product(slice(None), torch.float64).round() + 0.0
@@ -63,17 +63,17 @@ def _exact(parts: list[slice] | None, device: torch.device, product: Callable[[s
 
 
 def _canonical(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Integers as floats in a new contiguous tensor, whose strides are those of its shape also along axes of size 1."""
+    """Converts integers to floats in a new contiguous tensor, with the default strides also along axes of size 1."""
     return values.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def product_plan(call: ProductCall, a: Tensor, b: Tensor) -> None:
-    """Nothing is prepared."""
+    """Does nothing: this backend has no plans."""
 
 
 @torch.no_grad()
 def product(call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """One of the three products of a convolution: a and b are its operands as in `ProductCall`."""
+    """Computes one of the three products of a convolution. a and b are the operands as in `ProductCall`."""
     if 0 in a.shape or 0 in b.shape or 0 in call.size:
         return layout.empty_like_product(list(call.size), a, b).zero_()
     acc = _SUMS[call.kind](call, a, b)
@@ -95,7 +95,7 @@ def _output(call: ProductCall, x: Tensor, w: Tensor) -> Tensor:
 
 
 def _backward(operands: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, geometry: Geometry, which: int) -> Tensor:
-    """aten's gradient for the input (which = 0) or the weight (1), from (grad_output, input, weight)."""
+    """Returns the gradient of the input (which = 0) or the weight (1) by aten, from (grad_output, input, weight)."""
     g, x, w = (_canonical(operand, dtype) for operand in operands)
     stride, padding, dilation, groups = geometry
     mask = [which == 0, which == 1, False]
@@ -104,7 +104,7 @@ def _backward(operands: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, geome
 
 
 def _shape_only(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """A stand-in for the operand that aten asks for but only takes the shape of."""
+    """Returns a placeholder for an operand of which aten only uses the shape."""
     return torch.zeros(1, dtype=torch.int8, device=like.device).expand(shape)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization in plain PyTorch: the meaning of `byteback.ops.quantize` and its kind, on any device."""
+"""Defines `byteback.ops.quantize` and related operators in plain PyTorch, on any device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from byteback.ops.types import Quantized
 
 @torch.no_grad()
 def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """int8 values, their scale, (saturated, non-finite) counts and max|x|; see `byteback.ops.quantize`."""
+    """Returns int8 values, their scale, (saturated, non-finite) counts and max|x|. See `byteback.ops.quantize`."""
     live = statistics.is_live(clip)
     safe = torch.where(live, clip, 1.0)
     y = (x * statistics.inverse_scale(safe)).clamp(-QMAX, QMAX)
@@ -29,24 +29,24 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def quantize_plan(x: Tensor, axis: int) -> tuple[()]:
-    """Nothing is prepared."""
+    """Returns an empty plan."""
     return ()
 
 
 @torch.no_grad()
 def quantize_max(plan: tuple[()], x: Tensor, axis: int, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """int8 values, their scale, the clip max|x| and the counts; see `byteback.ops.quantize_max`."""
+    """Returns int8 values, their scale, the clip max|x| and the counts. See `byteback.ops.quantize_max`."""
     clip = statistics.absmax(x, axis)
     values, scale, counts, _ = quantize(x, clip, key)
     return values, scale, clip, counts
 
 
 def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
-    """(k0, k1) as int64; see contract/noise.py."""
+    """Returns (k0, k1) as int64. See contract/noise.py."""
     words = noise.key_words(int(seed), rank, int(layer), int(count))
     return torch.tensor(words, dtype=torch.int64, device=count.device)
 
 
 def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[Quantized, Quantized]:
-    """x by one clip and by a clip per channel, (1, C, 1, ...), with the same noise."""
+    """Quantizes x with one clip and with a clip per channel, (1, C, 1, ...), with the same noise."""
     return quantize(x, clip.reshape((1,) * x.dim()), key), quantize(x, clip_per_channel, key)

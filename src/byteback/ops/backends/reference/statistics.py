@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float statistics with defined bits: they steer integers, so every path must agree on them to the last bit.
+"""Float statistics with defined bits: integers depend on them, so every path must compute the same bits.
 
 Legend: x is (N, C, ...); a *row* is one pixel, rows run in N, (D,) H, W order; a channel is a column.
 
-A float64 sum of a channel adds the rows of each block of 64 one after the other, then the blocks as a halving tree
-(block i with block i + n/2, n a power of two, missing blocks are 0). A sum over the tensor adds the channels' sums by
-the same tree. All additions are elementwise, so threads, memory formats and devices cannot change their order, and a
-kernel can keep one accumulator per channel. Products of two float32 are exact in float64; maxima and counts need no order.
+A float64 sum of a channel adds the rows of each block of 64 in order, then the blocks as a halving tree (block i and block
+i + n/2, n a power of two, missing blocks are 0). A sum over the tensor adds the sums of the channels by the same tree. All
+additions are elementwise, so their order does not depend on threads, memory formats or devices, and a kernel can use one
+accumulator per channel. Products of two float32 are exact in float64. Maxima and counts do not depend on the order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from byteback.ops.contract.limits import QMAX, STATISTICS_BLOCK, TINY_CLIP
 
 
 def _tree_sum(x: Tensor) -> Tensor:
-    """The halving-tree sum along the first axis."""
+    """Returns the halving-tree sum along the first axis."""
     count = max(x.shape[0], 1)
     padded = 1 << (count - 1).bit_length()
     x = torch.cat([x, x.new_zeros(padded - x.shape[0], *x.shape[1:])]) if padded != x.shape[0] else x
@@ -31,12 +31,12 @@ def _tree_sum(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """(N, C, ...) as (rows, C)."""
+    """Reshapes (N, C, ...) to (rows, C)."""
     return x.movedim(1, -1).flatten(0, -2)
 
 
 def ordered_sum(rows: Tensor) -> Tensor:
-    """The defined float64 sum of each column of `rows` (rows, C)."""
+    """Returns the float64 sum of each column of `rows` (rows, C), in the order defined above."""
     blocks = -(-rows.shape[0] // STATISTICS_BLOCK)
     missing = blocks * STATISTICS_BLOCK - rows.shape[0]
     if missing:
@@ -49,12 +49,12 @@ def ordered_sum(rows: Tensor) -> Tensor:
 
 
 def sum_channels(per_channel: Tensor) -> Tensor:
-    """The defined sum over channels of a (1, C, 1, ...) statistic, as a (1, 1, 1, ...) tensor."""
+    """Returns the sum over channels of a (1, C, 1, ...) statistic, in the order defined above, as a (1, 1, 1, ...) tensor."""
     return _tree_sum(per_channel.reshape(-1)).reshape((1,) * per_channel.dim())
 
 
 def sum_last(values: Tensor) -> Tensor:
-    """The defined sum along the last axis.
+    """Returns the sum along the last axis, in the order defined above.
 
     >>> sum_last(torch.tensor([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]])).tolist()
     [7.0, 3.0]
@@ -64,7 +64,7 @@ def sum_last(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def absmax(x: Tensor, axis: int) -> Tensor:
-    """max|x| along every axis but `axis` (all of them for -1), with ones in their place; NaN if any element is."""
+    """Returns max|x| along every axis but `axis` (all axes for -1), which have size 1 then. NaN if any element is NaN."""
     dims = [dim for dim in range(x.dim()) if dim != axis]
     shape = [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
     if x.numel() == 0:
@@ -78,30 +78,30 @@ def _column(values: Tensor, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per channel: max|x| (float32), sum of x and of x² (float64), each (1, C, 1, ...)."""
+    """Returns max|x| (float32) and the sums of x and x² (float64) of each channel, each (1, C, 1, ...)."""
     rows = rows_of(x).double()
     return absmax(x, 1), _column(ordered_sum(rows), x), _column(ordered_sum(rows * rows), x)
 
 
 @torch.no_grad()
 def tail_count(x: Tensor, threshold: Tensor) -> Tensor:
-    """Per channel, how many |x| exceed `threshold` (one or one per channel): (1, C, 1, ...) int64."""
+    """Returns how many |x| of each channel exceed `threshold` (one for all, or one per channel), as int64 (1, C, 1, ...)."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     return (x.abs() > threshold).sum(dim=dims, keepdim=True) if dims else (x.abs() > threshold).long()
 
 
 def is_live(clip: Tensor) -> Tensor:
-    """Whether a clip counts: not so small that it means zero, not infinite, not NaN."""
+    """Whether a clip is valid: not so small that it is treated as zero, not infinite, not NaN."""
     return (clip >= TINY_CLIP) & (clip < math.inf)
 
 
 def inverse_scale(clip: Tensor) -> Tensor:
-    """127 / clip, rounded once. PyTorch evaluates `127 / tensor` as a reciprocal and a product, which rounds twice."""
+    """Returns 127 / clip, rounded once. PyTorch computes `127 / tensor` as a reciprocal and a product, which rounds twice."""
     return clip.new_full((), float(QMAX)) / clip
 
 
 def _nearest(x: Tensor, clip: Tensor) -> Tensor:
-    """The integers of round-to-nearest under `clip`, as float32; all 0 where the clip counts as zero."""
+    """Returns the integers for `clip` with rounding to nearest, as float32; all 0 if the clip is treated as zero."""
     live = is_live(clip)
     y = x * inverse_scale(torch.where(live, clip, 1.0))
     return torch.where(live, y.clamp(-QMAX, QMAX).round(), 0.0)
@@ -113,9 +113,9 @@ def _sum_all(products: Tensor) -> Tensor:
 
 @torch.no_grad()
 def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """(x·x̂, x̂·x̂, x·x) with x̂ = q · scale in float64: what the cosine of a quantized tensor is made of.
+    """Returns (x·x̂, x̂·x̂, x·x) with x̂ = q · scale in float64, the terms of the cosine between x and quantized x.
 
-    Where a channel has one scale it is taken out of the channel's sums, whose terms are then exact products.
+    If each channel has one scale, it is multiplied with the sums of the channel, whose terms are then exact products.
     """
     rows, q = rows_of(x).double(), rows_of(values).double()
     square = _sum_all(rows * rows)
@@ -128,24 +128,24 @@ def dot_terms(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scaled_size(x: Tensor, clip: Tensor) -> Tensor:
-    """|x| in steps of `clip`, clamped but not rounded; all 0 where the clip counts as zero."""
+    """Returns |x| · 127 / clip, clamped but not rounded; all 0 if the clip is treated as zero."""
     live = is_live(clip)
     y = x.abs() * inverse_scale(torch.where(live, clip, 1.0))
     return torch.where(live, y.clamp(max=QMAX), 0.0)
 
 
 def _expected_square(y: Tensor) -> Tensor:
-    """E[q²] of y = n + f rounded stochastically, to n + 1 with probability f: n² + f (2n + 1), which float64 holds exactly."""
+    """Returns E[q²] if y = n + f is rounded stochastically, to n + 1 with probability f: n² + f (2n + 1), exact in float64."""
     n = y.floor()
     return n * n + (y - n) * (2.0 * n + 1.0)
 
 
 @torch.no_grad()
 def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
-    """For each candidate, a row of `clips` (candidates, C or 1), the sums x·q, q·q and x·x of each channel: (candidates, 3, C).
+    """Returns the sums x·q, q·q and x·x of each channel, (candidates, 3, C), for each row of `clips` (candidates, C or 1).
 
-    q is rounded to nearest. `stochastic` gives what is expected of a q that is rounded stochastically: E[q] = y, the number
-    before it is rounded, so x·q becomes x·y, and q·q becomes Σ (y² + f (1 - f)) with f the fractional part of y.
+    q is rounded to nearest. With `stochastic` the sums are the expected values for stochastic rounding: E[q] = y, the number
+    before rounding, so x·q becomes x·y, and q·q becomes Σ (y² + f (1 - f)), where f is the fractional part of y.
     """
     rows = rows_of(x)
     wide = rows.double()
@@ -164,16 +164,16 @@ def channel_cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
 
 @torch.no_grad()
 def cosine_terms(x: Tensor, clips: Tensor, stochastic: bool) -> Tensor:
-    """The same for candidates that hold for the whole tensor, (candidates,), summed over the channels: (candidates, 3)."""
+    """Returns the same sums over all channels, (candidates, 3), for clips of the whole tensor, (candidates,)."""
     return sum_last(channel_cosine_terms(x, clips.reshape(-1, 1), stochastic))
 
 
 @torch.no_grad()
 def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
-    """(x·q, q·q, x·x, x·d, q·d) float64, where d_i = 127 · ∂(clip · q_i / 127)/∂clip with a straight-through round.
+    """Returns (x·q, q·q, x·x, x·d, q·d) in float64, where d_i = 127 · ∂(clip · q_i / 127)/∂clip with a straight-through round.
 
-    d_i = 127 sign(x_i) = q_i where |x_i| > clip, else q_i - 127 x_i / clip (spec A5). So the sums with d are made of the others
-    and of the same products over the elements beyond the clip, which are few.
+    d_i = 127 sign(x_i) = q_i if |x_i| > clip, else q_i - 127 x_i / clip (spec A5). So the sums with d are computed from the
+    other sums and from the same products over the elements beyond the clip, which are few.
     """
     rows = rows_of(x)
     wide, q = rows.double(), _nearest(rows, clip).double()
@@ -189,15 +189,15 @@ def cosine_slope_terms(x: Tensor, clip: Tensor) -> Tensor:
 
 @torch.no_grad()
 def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per channel: sum of x and of x² (float64), min x and max x (float32), each (C,)."""
+    """Returns the sums of x and x² (float64), min x and max x (float32) of each channel, each (C,)."""
     rows = rows_of(x)
     wide = rows.double()
     total, squares = ordered_sum(wide), ordered_sum(wide * wide)
     if rows.shape[0] == 0:
         return total, squares, x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
-    return total, squares, rows.amin(0) + 0.0, rows.amax(0) + 0.0  # adding +0 leaves one kind of zero
+    return total, squares, rows.amin(0) + 0.0, rows.amax(0) + 0.0  # adding +0 converts -0 to +0
 
 
 def tail_count_pair(x: Tensor, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """tail_count with a threshold for each channel, (C,), and with one for all."""
+    """Returns tail_count with a threshold per channel, (C,), and with one for all."""
     return tail_count(x, _column(per_channel, x)), tail_count(x, threshold.reshape((1,) * x.dim()))
