@@ -163,8 +163,8 @@ class LearningRateScaling:
         drop_step(self.model)
         self.skipped += 1
         warnings.warn(
-            f"byteback: found NaN or Inf while quantizing, so the gradients of this step were dropped ({self.skipped} steps "
-            "skipped so far). If this happens many times in a row, training has diverged: lower the learning rate.",
+            f"byteback: found NaN or Inf while quantizing, so this step's gradients were dropped ({self.skipped} skipped so "
+            "far). If this happens many times in a row, training has diverged: lower the learning rate.",
             stacklevel=2,
         )
 
