@@ -114,7 +114,7 @@ def _build_batch(case: Case, rng: np.random.Generator) -> Check:
     options = {"want_masked": case["want_masked"], "want_sums": case["want_sums"]}
     return Check(
         lambda: normalize_grad_batch(*of.parts[:2], a, of.b, of.mask, case["activation"], mean, invstd, case["eps"], **options),
-        (q, r, gamma, beta, masked if case["want_masked"] else None, sums),
+        (q, r, gamma, beta, masked if case["want_masked"] else None, sums, None),
         [*of.inputs, mean, invstd],
         may_refuse=case["wide_a"],
     )

@@ -52,8 +52,8 @@ def forward(path, shape, kind, activation, wants, bias=True, running=True, keep=
     with paths.path(path):
         int8, floats, mask = wants
         made = normalize_batch(x, norm, residual, activation, want_int8=int8, want_float=floats, want_mask=mask, keep=keep)
-    kept = made.made.kept if isinstance(made.made.kept, tuple) else (made.made.kept,)
-    return (*made[:5], *made.made[:5], mean, var, *kept)
+    kept = made.kept if isinstance(made.kept, tuple) else (made.kept,)
+    return (*made.norm, *made[:5], mean, var, *kept)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -87,7 +87,7 @@ def test_x_is_kept_as_pack_norm_keeps_it(path):
     with paths.path(path):
         made = normalize_batch(x, norm, None, "relu", want_int8=True, want_float=False, want_mask=True, keep="int8")
         _, _, low, high = ops.channel_stats(x)
-        for one, other in zip(made.made.kept, ops.pack_norm(x, low, high, made.mean, "int8"), strict=True):
+        for one, other in zip(made.kept, ops.pack_norm(x, low, high, made.norm.mean, "int8"), strict=True):
             equal(one, other)
     with pytest.raises(ValueError, match="cannot be kept as 'int4'"):
         normalize_batch(x, norm, None, "relu", want_int8=True, want_float=False, want_mask=True, keep="int4")
@@ -103,9 +103,9 @@ def test_forward_is_that_of_the_steps(path):
         a, b, *_ = ops.norm_coefficients(ops.channel_stats(x), 144, gamma, beta, bias, 1e-3, (mean, var), 0.2, "relu")
         peak = ops.normalize_peak(x, a, b, residual, "relu")
         steps = ops.normalize(x, a, b, residual, "relu", peak, want_float=True, want_mask=True)
-    for one, other in [(made.a, a), (made.b, b), (made.peak, peak), (norm.running[0], mean), (norm.running[1], var)]:
+    for one, other in [(made.norm.a, a), (made.norm.b, b), (made.norm.peak, peak), (norm.running[0], mean), (norm.running[1], var)]:
         equal(one, other)
-    for one, other in zip(made.made[:5], steps[:5], strict=True):
+    for one, other in zip(made[:5], steps[:5], strict=True):
         equal(one, other)
 
 
@@ -118,9 +118,9 @@ def test_a_tensor_that_lies_otherwise_and_a_norm_without_parameters(path):
             normalize_batch(t, bare, None, "relu6", want_int8=True, want_float=True, want_mask=True)
             for t in (x, channels_last(x))
         ]
-    for one, other in zip(results[0].made[:5], results[1].made[:5], strict=True):
+    for one, other in zip(results[0][:5], results[1][:5], strict=True):
         equal(one, other)
-    equal(results[0].peak, results[1].peak)
+    equal(results[0].norm.peak, results[1].norm.peak)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -133,9 +133,9 @@ def test_nan_and_inf_are_counted(path):
         made = normalize_batch(x, bare, None, "relu", **wants)
     with paths.path("reference"):
         plain = normalize_batch(x, bare, None, "relu", **wants)
-    equal(made.made.counts, plain.made.counts)
-    equal(made.made.values, plain.made.values)
-    assert made.peak.isnan() and plain.peak.isnan()
+    equal(made.counts, plain.counts)
+    equal(made.values, plain.values)
+    assert made.norm.peak.isnan() and plain.norm.peak.isnan()
 
 
 def backward(path, shape, activation, masked, keep):
@@ -181,7 +181,7 @@ def test_threads_change_no_bit():
         results.append(normalize_batch(x, norm, None, "relu", want_int8=True, want_float=True, want_mask=True))
     torch.set_num_threads(threads)
     for other in results[1:]:
-        for one, two in zip((*results[0][:5], *results[0].made[:5]), (*other[:5], *other.made[:5]), strict=True):
+        for one, two in zip((*results[0].norm, *results[0][:5]), (*other.norm, *other[:5]), strict=True):
             equal(one, two)
 
 

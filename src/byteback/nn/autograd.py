@@ -52,7 +52,7 @@ class ConvProducts(NamedTuple):
 
     def normalized_output(
         self, x: QTensor, w: QTensor, norm: ops.BatchNorm, residual: ops.Residual, activation: str, **wants: Any
-    ) -> tuple[Tensor, ops.NormalizedBatch]:
+    ) -> tuple[Tensor, ops.Normalized]:
         """The output, channels last, and its norm by the batch's own statistics."""
         operands = x.values, x.scale, w.values, w.scale
         return ops.conv_normalize_batch(*operands, self, norm, residual, activation, **wants)

@@ -48,12 +48,11 @@ from byteback.ops.statistics import (
 )
 from byteback.ops.types import (
     BatchNorm,
-    Coefficients,
     GradientParts,
     GradSums,
     Into,
     Normalized,
-    NormalizedBatch,
+    NormState,
     Quantized,
     Residual,
 )
@@ -61,12 +60,11 @@ from byteback.ops.types import (
 __all__ = [
     "ACTIVATIONS",
     "BatchNorm",
-    "Coefficients",
+    "NormState",
     "GradSums",
     "GradientParts",
     "Into",
     "Normalized",
-    "NormalizedBatch",
     "Quantized",
     "Residual",
     "SMOOTH",

@@ -40,7 +40,7 @@ from byteback.ops.checks import (
 from byteback.ops.contract.geometry import geometry as checked_geometry
 from byteback.ops.contract.layout import channels_last
 from byteback.ops.products import conv_int8, output_call
-from byteback.ops.types import BatchNorm, Into, Kept, Normalized, NormalizedBatch, Residual, Wants, tensors_of
+from byteback.ops.types import BatchNorm, Into, Kept, Normalized, Residual, Wants, tensors_of
 
 
 def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
@@ -165,7 +165,7 @@ def normalize_batch(
     want_float: bool,
     want_mask: bool,
     keep: str | None = None,
-) -> NormalizedBatch:
+) -> Normalized:
     """The norm of x by its own statistics, then activation(a·x + b + residual): as int8 by its maximum, as float32, its mask.
 
     `keep` also gives x itself as "bfloat16" or "int8" (`pack_norm` by the batch's extremes and mean), for backward. Updates the
@@ -175,7 +175,7 @@ def normalize_batch(
     >>> result = normalize_batch(
     ...     torch.tensor([[1.0], [3.0]]), norm, None, "relu", want_int8=True, want_float=True, want_mask=False
     ... )
-    >>> result.peak.item(), result.made.output.tolist(), result.made.values.tolist()
+    >>> result.norm.peak.item(), result.output.tolist(), result.values.tolist()
     (1.0, [[0.0], [1.0]], [[0], [127]])
     """
     op = "normalize_batch"
@@ -199,7 +199,7 @@ def conv_normalize_batch(
     want_float: bool,
     want_mask: bool,
     keep: str | None = None,
-) -> tuple[Tensor, NormalizedBatch]:
+) -> tuple[Tensor, Normalized]:
     """y = conv_int8(x, x_scale, w, w_scale, *geometry), channels last, and normalize_batch(y, norm, ...).
 
     >>> x, w = torch.tensor([[[[1, 3]]]], dtype=torch.int8), torch.tensor([[[[1]]]], dtype=torch.int8)
@@ -207,7 +207,7 @@ def conv_normalize_batch(
     >>> norm, flat = BatchNorm(None, None, None, 0.0, None, 0.1), ((1, 1), (0, 0), (1, 1), 1)
     >>> wants = {"want_int8": False, "want_float": True, "want_mask": False}
     >>> y, result = conv_normalize_batch(x, one, w, one, flat, norm, None, "relu", **wants)
-    >>> y.flatten().tolist(), result.made.output.flatten().tolist()
+    >>> y.flatten().tolist(), result.output.flatten().tolist()
     ([1.0, 3.0], [0.0, 1.0])
     """
     op, operands = "conv_normalize_batch", (x, x_scale, w, w_scale)

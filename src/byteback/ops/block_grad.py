@@ -17,7 +17,7 @@ from torch import Tensor
 from byteback.ops.backends.registry import Backend, backend_for
 from byteback.ops.checks import check_gate, check_kept, check_key, check_one, check_parts, check_tensor, check_vector
 from byteback.ops.quantize import check_clips
-from byteback.ops.types import BatchGradient, GradientParts, GradSums, Kept, Quantized, tensors_of
+from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, Quantized, tensors_of
 
 
 def _backend_for(op: str, parts: GradientParts, *others: Tensor | None) -> Backend:
@@ -68,7 +68,7 @@ def normalize_grad_batch(
     *,
     want_masked: bool,
     want_sums: bool,
-) -> BatchGradient:
+) -> NormGradient:
     """normalize_grad_sums, norm_gradient and, with `want_sums`, gradient_sums in one call; arguments as in these.
 
     From the gradient of the result to q and r of x's gradient and to the gradients of gamma and beta.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from byteback.ops.backends.registry import backend_for
 from byteback.ops.checks import check_activation, check_norm, check_optional, check_vector
-from byteback.ops.types import BatchNorm, Coefficients, Running
+from byteback.ops.types import BatchNorm, NormState, Running
 
 _FLOAT64 = torch.float64
 
@@ -32,7 +32,7 @@ def norm_coefficients(
     running: Running,
     momentum: float,
     activation: str,
-) -> Coefficients:
+) -> NormState:
     """Returns the norm of a training step from channel_stats over `count` pixels. Updates the running mean and variance.
 
     `bias` is that of the convolution and not part of x: a batch norm would subtract it again, so it only shifts the running

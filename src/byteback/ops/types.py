@@ -83,8 +83,21 @@ class Into(NamedTuple):
     pitch: int  # the width: elements from pixel to pixel
 
 
+class NormState(NamedTuple):
+    """A norm as a multiplication and an addition, a·x + b: a, b in float32, mean and invstd in float64, each (C,).
+
+    peak = max|act(a·x + b)|, 0-dim, where it is known.
+    """
+
+    a: Tensor
+    b: Tensor
+    mean: Tensor
+    invstd: Tensor
+    peak: Tensor | None = None
+
+
 class Normalized(NamedTuple):
-    """The results of one pass of `normalize`; None where it was not asked for."""
+    """The results of one pass of `normalize`; None where it was not asked for. `norm`: of a norm that uses its batch."""
 
     values: Tensor | None
     scale: Tensor | None
@@ -92,16 +105,7 @@ class Normalized(NamedTuple):
     mask: Tensor | None
     counts: Tensor | None
     kept: Kept | None = None
-
-
-class Coefficients(NamedTuple):
-    """a, b in float32, mean and invstd in float64, each (C,); peak = max|act(a·x + b)|, 0-dim, for a monotone activation."""
-
-    a: Tensor
-    b: Tensor
-    mean: Tensor
-    invstd: Tensor
-    peak: Tensor
+    norm: NormState | None = None
 
 
 class BatchNorm(NamedTuple):
@@ -113,17 +117,6 @@ class BatchNorm(NamedTuple):
     eps: float
     running: Running
     momentum: float
-
-
-class NormalizedBatch(NamedTuple):
-    """a, b, mean and invstd as norm_coefficients gives them, max|result| where it is known, and the results of `normalize`."""
-
-    a: Tensor
-    b: Tensor
-    mean: Tensor
-    invstd: Tensor
-    peak: Tensor | None
-    made: Normalized
 
 
 class Wants(NamedTuple):
@@ -144,15 +137,19 @@ class GradSums(NamedTuple):
     masked: Tensor | None
 
 
-class BatchGradient(NamedTuple):
-    """The results of norm_gradient; the masked gradient, and Σdx and Σdx² (gradient_sums), if they were asked for."""
+class NormGradient(NamedTuple):
+    """dx = (a·gm + q·x) + r, and the gradients of a norm's parameters and of the bias before it, (C,) each.
+
+    masked is gm, sums are Σdx and Σdx² of each channel (gradient_sums). None where it was not asked for.
+    """
 
     q: Tensor
     r: Tensor
-    gamma: Tensor
-    beta: Tensor
-    masked: Tensor | None
-    sums: tuple[Tensor, Tensor] | None
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+    masked: Tensor | None = None
+    sums: tuple[Tensor, Tensor] | None = None
+    bias: Tensor | None = None
 
 
 Before = Tensor | None

@@ -24,8 +24,6 @@ from byteback import ops
 from byteback.nn.autograd import ConvProducts, Operands, backward_products, forward_operands, output_operands, refuse_second
 from byteback.nn.fused.activations import WITH_MASK
 from byteback.nn.fused.norm import (
-    NormGradient,
-    NormState,
     batch_gradient,
     given_gradient,
     given_state,
@@ -50,6 +48,7 @@ from byteback.nn.quantizing import makes_pairs
 from byteback.nn.undo import current_step
 from byteback.ops.activations import MONOTONE
 from byteback.ops.backends.registry import backend_of
+from byteback.ops.types import NormGradient, NormState
 from byteback.quantize import BlockGradient, QTensor
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ def _by_operators(
         mask = _write(source, wanted)
     if backs:
         y = source.x if wanted.y and y is None else y
-        _save(ctx, stages, (*kept, mask, *state, *_tensors(y)))
+        _save(ctx, stages, (*kept, mask, *state[:4], *_tensors(y)))
     source.join_int8 = wanted.join_int8
     return source
 
@@ -280,13 +279,14 @@ def _by_batch(
     wants: dict[str, Any] = {"want_int8": wanted.int8, "want_float": wanted.floats, "want_mask": wanted.mask}
     wants["keep"] = wanted.keep
     if isinstance(product, Tensor):
-        y, batch = product, ops.normalize_batch(product, norm, added, activation, **wants)
+        y, made = product, ops.normalize_batch(product, norm, added, activation, **wants)
     else:
-        y, batch = call.products.normalized_output(*product, norm, added, activation, **wants)
-    a, b, mean, invstd, peak, made = batch
-    source = Source(y, a, b, added, activation, call.strides, peak)
-    source.keep(peak, made)
-    return source, NormState(a, b, mean, invstd), made
+        y, made = call.products.normalized_output(*product, norm, added, activation, **wants)
+    state = made.norm
+    assert state is not None
+    source = Source(y, state.a, state.b, added, activation, call.strides, state.peak)
+    source.keep(state.peak, made)
+    return source, state, made
 
 
 def _write(source: Source, wanted: _Wanted) -> Tensor | None:
@@ -341,7 +341,7 @@ def _gradients_by_operators(
     activation = ctx.activation
     if norm.masked is not None:
         g, mask, activation = norm.masked, None, "none"
-    parts = ops.GradientParts(g, y, state.a, state.b, mask, activation, norm.p, norm.q, norm.r)
+    parts = ops.GradientParts(g, y, state.a, state.b, mask, activation, state.a, norm.q, norm.r)
     begun = None if stepped is None else stepped.begun
     return norm, backward_products(ctx, kept, BlockGradient(parts, norm.sums), ctx.needs_input_grad, begun)
 

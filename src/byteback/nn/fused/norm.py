@@ -7,38 +7,14 @@ bias. y is the product without that bias: a batch norm subtracts it again, so it
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from byteback import ops
 from byteback.nn.fused.sources import SHARED_RULE, channels_last, materialize, source_of
-
-
-class NormState(NamedTuple):
-    """a, b in float32; mean and invstd in float64 (0 and 1 without a norm). Each (C,)."""
-
-    a: Tensor
-    b: Tensor
-    mean: Tensor
-    invstd: Tensor
-
-
-class NormGradient(NamedTuple):
-    """grad_y = p·g' + q·y + r, where g' is g through the activation's derivative, and the parameters' gradients, (C,) each.
-
-    `masked` is g' itself, `sums` are Σgrad_y and Σgrad_y² of each channel; None where they were not asked for.
-    """
-
-    p: Tensor
-    q: Tensor
-    r: Tensor
-    gamma: Tensor | None = None
-    beta: Tensor | None = None
-    bias: Tensor | None = None
-    masked: Tensor | None = None
-    sums: tuple[Tensor, Tensor] | None = None
+from byteback.ops.types import NormGradient, NormState
 
 
 def given_state(norm: ops.BatchNorm | None, bias: Tensor | None, weight: Tensor) -> NormState:
@@ -73,12 +49,12 @@ def batch_gradient(
     want_sums: bool,
 ) -> NormGradient:
     """The gradient of a norm that uses its batch's statistics."""
-    a, b, mean, invstd = state
-    q, r, gamma, beta, masked, sums = ops.normalize_grad_batch(
+    a, b, mean, invstd, _ = state
+    made = ops.normalize_grad_batch(
         g, y, a, b, mask, activation, mean, invstd, eps, want_masked=want_masked, want_sums=want_sums
     )
     # The batch's mean subtracts the bias again.
-    return NormGradient(a, q, r, gamma, beta, torch.zeros_like(a) if want_bias else None, masked, sums)
+    return made._replace(bias=torch.zeros_like(a)) if want_bias else made
 
 
 def given_gradient(
@@ -93,21 +69,21 @@ def given_gradient(
     want_sums: bool,
 ) -> NormGradient:
     """The gradient of a norm with given statistics, or without a norm."""
-    a, b, mean, invstd = state
+    a, b, mean, invstd, _ = state
     seen = ops.normalize_grad_sums(g, y, a, b, mask, activation, want_masked=want_masked, want_squares=want_sums)
     total, dot = seen.total, seen.dot
     sums = None if seen.squares is None else (a * total, a.double() * a * seen.squares)
     zeros, beta = torch.zeros_like(a), total.float()
     if not has_norm:
-        return NormGradient(a, zeros, zeros, None, None, beta, seen.masked, sums)
+        return NormGradient(zeros, zeros, None, None, seen.masked, sums, beta)
     gamma = ((dot - mean * total) * invstd).float()
-    return NormGradient(a, zeros, zeros, gamma, beta, (total * a).float(), seen.masked, sums)
+    return NormGradient(zeros, zeros, gamma, beta, seen.masked, sums, (total * a).float())
 
 
 def scaled_gradient(state: NormState) -> NormGradient:
     """The gradient of a norm with given statistics, where neither parameters nor a residual need one."""
     zeros = torch.zeros_like(state.a)
-    return NormGradient(state.a, zeros, zeros)
+    return NormGradient(zeros, zeros)
 
 
 def residual_of(residual: Tensor | None, layer: Any) -> ops.Residual:

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.nn.fused.norm import NormGradient
 from byteback.nn.fused.sources import SHARED_RULE, Int8Copy, channels_last, materialize, shared_floats, source_of
 from byteback.ops.backends.registry import backend_of
 from byteback.ops.block_step import BlockShape, block_site
-from byteback.ops.types import Wants
+from byteback.ops.types import NormGradient, Wants
 from byteback.quantize import Moment
 
 _profiling = torch._C._autograd._profiler_enabled
@@ -119,7 +118,7 @@ def backward_step(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> Gradients |
     if made is None:
         return None
     done, now, words, (q, r, gamma, beta, masked, total, squares, grad_input, grad_weight) = made
-    norm = NormGradient(saved[7], q, r, gamma, beta, None, masked, None if total is None else (total, squares))
+    norm = NormGradient(q, r, gamma, beta, masked, None if total is None else (total, squares))
     if done:
         return Gradients(norm, (grad_input, grad_weight), None)
     moment = Moment(torch.tensor(now, device=g.device), ctx.slot, ctx.training)

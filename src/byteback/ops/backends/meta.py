@@ -16,18 +16,17 @@ from byteback.ops.activations import TABLE
 from byteback.ops.contract import layout
 from byteback.ops.programs import Averaged
 from byteback.ops.types import (
-    BatchGradient,
     BatchNorm,
     Before,
     Clips,
-    Coefficients,
     Extremes,
     GradientParts,
     GradSums,
     Into,
     Kept,
     Normalized,
-    NormalizedBatch,
+    NormGradient,
+    NormState,
     Pair,
     Paired,
     ProductCall,
@@ -153,9 +152,9 @@ def channel_stats(x: Tensor) -> Four:
 # ---- the fused block, forward ----------------------------------------------------------------------------------------
 
 
-def norm_coefficients(stats: Four, count: int, norm: BatchNorm, activation: str) -> Coefficients:
+def norm_coefficients(stats: Four, count: int, norm: BatchNorm, activation: str) -> NormState:
     wide, vector = stats[0], stats[2]
-    return Coefficients(_like(vector), _like(vector), _like(wide, _FLOAT64), _like(wide, _FLOAT64), vector.new_empty(()))
+    return NormState(_like(vector), _like(vector), _like(wide, _FLOAT64), _like(wide, _FLOAT64), vector.new_empty(()))
 
 
 def norm_folded(
@@ -201,12 +200,12 @@ def pack_norm(x: Tensor, keep: str, extremes: Extremes | None) -> Kept:
     return _like(x, torch.bfloat16) if keep == "bfloat16" else (_like(x, _INT8), _vector(x), _vector(x))
 
 
-def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants) -> NormalizedBatch:
+def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants) -> Normalized:
     a, b, mean, invstd, peak = norm_coefficients(channel_stats(x), 0, norm, activation)
     clip = peak if wants.int8 else None
     made = normalize(x, a, b, residual, activation, clip, wants.float, wants.mask, wants.keep, None, None)
     is_known = wants.int8 or (residual is None and TABLE[activation].is_monotone)
-    return NormalizedBatch(a, b, mean, invstd, peak if is_known else None, made)
+    return made._replace(norm=NormState(a, b, mean, invstd, peak if is_known else None))
 
 
 def conv_normalize(
@@ -226,7 +225,7 @@ def conv_normalize(
 
 def conv_normalize_batch(
     call: ProductCall, operands: Four, norm: BatchNorm, residual: Residual, activation: str, wants: Wants
-) -> tuple[Tensor, NormalizedBatch]:
+) -> tuple[Tensor, Normalized]:
     y = _output(call, operands[0])
     return y, normalize_batch(y, norm, residual, activation, wants)
 
@@ -292,9 +291,9 @@ def normalize_grad_batch(
     eps: float,
     want_masked: bool,
     want_sums: bool,
-) -> BatchGradient:
+) -> NormGradient:
     sums = (_vector(g, _FLOAT64), _vector(g, _FLOAT64)) if want_sums else None
-    return BatchGradient(_vector(g), _vector(g), _vector(g), _vector(g), _like(g) if want_masked else None, sums)
+    return NormGradient(_vector(g), _vector(g), _vector(g), _vector(g), _like(g) if want_masked else None, sums)
 
 
 def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ from byteback.ops.backends.cpu.products import laid_out
 from byteback.ops.backends.cpu.products import product as run_product
 from byteback.ops.backends.reference.block import norm_step
 from byteback.ops.contract.layout import channels_last, last_strides
-from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormalizedBatch, ProductCall, Residual, Wants
+from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormState, ProductCall, Residual, Wants
 
 _native: Any = library.native
 # Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
@@ -219,9 +219,7 @@ def conv_normalize(
 # ---- a norm that uses its batch: several passes in one call ----------------------------------------------------------
 
 
-def normalize_batch(
-    path: int, x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants
-) -> NormalizedBatch:
+def normalize_batch(path: int, x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants) -> Normalized:
     if not is_writable(norm.running):
         return reference.normalize_batch(x, norm, residual, activation, wants)
     forward, given, to, made, alive = _request(x, norm, residual, activation, wants)
@@ -238,7 +236,7 @@ def conv_normalize_batch(
     residual: Residual,
     activation: str,
     wants: Wants,
-) -> tuple[Tensor, NormalizedBatch]:
+) -> tuple[Tensor, Normalized]:
     """A large output is counted while it is written (csrc/block/epilogue.h) and not read for it."""
     if call.plan is None or not is_writable(norm.running):
         return reference.conv_normalize_batch(call, operands, norm, residual, activation, wants)
@@ -253,7 +251,7 @@ def conv_normalize_batch(
 
 def _request(
     x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants
-) -> tuple[Any, Any, Any, NormalizedBatch, Tensor]:
+) -> tuple[Any, Any, Any, Normalized, Tensor]:
     """The pass, what it reads and what it writes for the library; the result, and what else must live until it is filled."""
     row, count, channels = TABLE[activation], x.numel(), x.shape[1]
     is_known = residual is None and row.is_monotone
@@ -285,8 +283,8 @@ def _request(
         centre=centre,
     )
     forward = forward_pass(rows, channels, activation, kind, None, residual is not None)
-    made = Normalized(values, scale, output, mask, counts, kept)
-    result = NormalizedBatch(a, b, mean, invstd, peak if is_known or wants.int8 else None, made)
+    state = NormState(a, b, mean, invstd, peak if is_known or wants.int8 else None)
+    result = Normalized(values, scale, output, mask, counts, kept, state)
     return forward, _given(x, norm, residual, count, channels), to, result, peak
 
 

@@ -16,7 +16,7 @@ from byteback.ops.backends.cpu import allocator, library
 from byteback.ops.backends.cpu.addresses import flat, known, last, new
 from byteback.ops.backends.cpu.block import kept_numbers
 from byteback.ops.backends.cpu.quantize import pair_room, quantized_to
-from byteback.ops.types import BatchGradient, GradientParts, GradSums, Kept, Quantized
+from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, Quantized
 
 _native: Any = library.native
 # Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
@@ -120,7 +120,7 @@ def normalize_grad_batch(
     eps: float,
     want_masked: bool,
     want_sums: bool,
-) -> BatchGradient:
+) -> NormGradient:
     channels, gate_a = g.shape[1], None if b is None else a
     masked = allocator.empty_like(g) if want_masked else None
     q, r, gamma, beta = (new(channels, _FLOAT32) for _ in range(4))
@@ -142,7 +142,7 @@ def normalize_grad_batch(
         dx_squares=known(dx_squares),
         threads=_threads(),
     )
-    return BatchGradient(q, r, gamma, beta, masked, sums)
+    return NormGradient(q, r, gamma, beta, masked, sums)
 
 
 def _column(g: Tensor, dtype: torch.dtype) -> Tensor:

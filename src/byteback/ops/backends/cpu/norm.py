@@ -15,7 +15,7 @@ from byteback.ops.activations import TABLE
 from byteback.ops.backends import reference
 from byteback.ops.backends.cpu import library
 from byteback.ops.backends.cpu.addresses import flat, known, new
-from byteback.ops.types import BatchNorm, Coefficients, Running
+from byteback.ops.types import BatchNorm, NormState, Running
 
 _native: Any = library.native
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64
@@ -28,7 +28,7 @@ def is_writable(running: Running) -> bool:
 
 def norm_coefficients(
     path: int, stats: tuple[Tensor, Tensor, Tensor, Tensor], count: int, norm: BatchNorm, activation: str
-) -> Coefficients:
+) -> NormState:
     if not is_writable(norm.running):
         return reference.norm_coefficients(stats, count, norm, activation)
     total, squares, low, high = stats
@@ -57,7 +57,7 @@ def norm_coefficients(
         invstd=known(invstd),
         peak=known(peak),
     )
-    return Coefficients(a, b, mean, invstd, peak)
+    return NormState(a, b, mean, invstd, peak)
 
 
 def norm_folded(

@@ -18,7 +18,7 @@ from byteback.ops.backends.reference.quantize import quantize
 from byteback.ops.contract.layout import channels_last
 from byteback.ops.contract.limits import QMAX, ZERO_SCALE
 from byteback.ops.contract.rounded_once import divided_by, inverse
-from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormalizedBatch, ProductCall, Residual, Wants
+from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormState, ProductCall, Residual, Wants
 
 
 def column(vector: Tensor, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def pack_norm(x: Tensor, keep: str, extremes: Extremes | None) -> Kept:
 
 
 @torch.no_grad()
-def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants) -> NormalizedBatch:
+def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants) -> Normalized:
     """channel_stats, norm_coefficients, (normalize_peak) and normalize, one after the other."""
     is_known = residual is None and TABLE[activation].is_monotone
     stats, count = statistics.channel_stats(x), x.numel() // max(x.shape[1], 1)
@@ -115,7 +115,7 @@ def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: 
         clip = peak if wants.int8 else None
         extremes = (stats[2], stats[3], mean.float()) if wants.keep == "int8" else None
         made = normalize(x, a, b, residual, activation, clip, wants.float, wants.mask, wants.keep, extremes, None)
-    return NormalizedBatch(a, b, mean, invstd, peak if is_known or wants.int8 else None, made)
+    return made._replace(norm=NormState(a, b, mean, invstd, peak if is_known or wants.int8 else None))
 
 
 def conv_normalize(
@@ -141,7 +141,7 @@ def conv_normalize_batch(
     residual: Residual,
     activation: str,
     wants: Wants,
-) -> tuple[Tensor, NormalizedBatch]:
+) -> tuple[Tensor, Normalized]:
     """A convolution's output, channels last, and `normalize_batch` of it."""
     y = channels_last(product(call, *operands))
     return y, normalize_batch(y, norm, residual, activation, wants)

@@ -16,7 +16,7 @@ from byteback.ops.backends.reference.block import column, pre_activation, unpack
 from byteback.ops.backends.reference.norm import gradient_sums, norm_gradient
 from byteback.ops.backends.reference.quantize import quantize, quantize_pair
 from byteback.ops.contract.layout import channels_last
-from byteback.ops.types import BatchGradient, GradientParts, GradSums, Kept, Quantized
+from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, Quantized
 
 
 def kept_value(x: Kept) -> Tensor:
@@ -86,7 +86,7 @@ def normalize_grad_batch(
     eps: float,
     want_masked: bool,
     want_sums: bool,
-) -> BatchGradient:
+) -> NormGradient:
     """normalize_grad_sums, norm_gradient and (gradient_sums), one after the other."""
     seen = normalize_grad_sums(g, x, a, b, mask, activation, want_masked, want_sums)
     count = g.numel() // max(g.shape[1], 1)
@@ -94,7 +94,7 @@ def normalize_grad_batch(
     sums = None
     if seen.squares is not None:
         sums = gradient_sums(a, q, r, mean, invstd, eps, seen.total, seen.dot, seen.squares, count)
-    return BatchGradient(q, r, gamma, beta, seen.masked, sums)
+    return NormGradient(q, r, gamma, beta, seen.masked, sums)
 
 
 def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from byteback.ops.activations import TABLE
 from byteback.ops.contract.rounded_once import divided_by, inverse, square_root
-from byteback.ops.types import BatchNorm, Coefficients
+from byteback.ops.types import BatchNorm, NormState
 
 
 @torch.no_grad()
-def norm_coefficients(
-    stats: tuple[Tensor, Tensor, Tensor, Tensor], count: int, norm: BatchNorm, activation: str
-) -> Coefficients:
+def norm_coefficients(stats: tuple[Tensor, Tensor, Tensor, Tensor], count: int, norm: BatchNorm, activation: str) -> NormState:
     """Returns a, b, mean, invstd and peak from channel_stats. Updates the running statistics."""
     total, squares, low, high = stats
     gamma, beta, bias, eps, running, momentum = norm
@@ -37,7 +35,7 @@ def norm_coefficients(
     if row.floor:
         ends.clamp_(0.0, row.ceiling)
     peak = ends.abs_().amax() if ends.numel() else ends.new_zeros(())
-    return Coefficients(a, b, mean, invstd, peak)
+    return NormState(a, b, mean, invstd, peak)
 
 
 def _affine(invstd: Tensor, centre: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
