@@ -9,7 +9,7 @@ as it is, and then shortened:
 
 Schedulers, parameter groups, foreach and fused variants and gradient accumulation never notice. The same hooks count
 iterations, let several ranks agree on what they measured (nn/ranks.py), and drop the gradients of a step that met NaN or Inf
-where the recipe says on_nonfinite="skip".
+where the recipe says on_nonfinite="skip". Where a backend defers its errors (nn/flags.py) they raise them, before the step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from byteback.convert import int8_layers
-from byteback.nn import Int8Layer, ranks
+from byteback.nn import Int8Layer, flags, ranks
 from byteback.nn.layers.layer import factors
 from byteback.nn.layers.weights import refuse_training
-from byteback.nn.undo import Watch, drop_step, end_step
+from byteback.nn.undo import Watch, drop_step, end_step, refuse_step
 
 
 class LearningRateScaling:
@@ -147,19 +147,31 @@ class LearningRateScaling:
     def _judge_gradients(self, optimizer: Optimizer) -> None:
         """Once the gradients are there: ranks agree on what they measured, and drop a step that met NaN or Inf together."""
         layers = list(dict.fromkeys(_int8_modules(self.model)))
+        error = None
         if ranks.are_several(self._process_group):
-            bad = ranks.agree(layers, self._process_group)
+            bad, error = ranks.agree(layers, self._process_group)
             met = any(layer.recipe.on_nonfinite == "skip" for layer in bad)
+        elif flags.any_defers(layer.quantizers for layer in layers):
+            read = flags.read([layer.quantizers for layer in layers if layer.recipe.on_nonfinite != "propagate"])
+            error, met = read.error, any(numerics.settings["input"].on_nonfinite == "skip" for numerics in read.met)
         else:
             met = ranks.met_nonfinite([layer for layer in layers if layer.recipe.on_nonfinite == "skip"])
+        if error is not None:  # a backend has deferred it until now
+            self._clear_gradients(optimizer)
+            refuse_step(self.model)
+            self._before = []
+            raise error
         if met:
             self._drop_gradients(optimizer)
 
-    def _drop_gradients(self, optimizer: Optimizer) -> None:
+    def _clear_gradients(self, optimizer: Optimizer) -> None:
         # Also those of other optimizers of this model: a step is dropped whole.
         own = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for parameter in (*self.model.parameters(), *own):
             parameter.grad = None
+
+    def _drop_gradients(self, optimizer: Optimizer) -> None:
+        self._clear_gradients(optimizer)
         drop_step(self.model)
         self.skipped += 1
         warnings.warn(

@@ -5,6 +5,7 @@ layers/         Int8Conv1d/2d/3d and Int8Linear, what they share, what each reme
 autograd.py     the three products of a layer, and where they meet
 quantizing.py   how input, weight and gradient of a layer become int8
 fused/          a convolution, its norm, residual add and activation as one block
+flags.py        NaN and Inf where errors are deferred: read once per step
 ranks.py        how several processes come to remember the same
 undo.py         a training step that is refused or dropped leaves no trace
 """

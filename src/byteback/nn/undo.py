@@ -9,6 +9,11 @@ copied when a forward pass in training begins, and put back after
     NonFiniteError in backward     as before the forward that it belongs to, if no other has begun since
     on_nonfinite="skip"            as before the first forward since the last optimizer step, when the hooks drop the step
 
+Where errors are deferred (ops/refusals.py: a look at a tensor costs time there) a step is open until its flags are read:
+
+    by the optimizer's hook        which raises before the step, with all buffers as before its first forward
+    by the next forward            where there is no hook; the buffers are those before the forward that was refused
+
 They are small: for ResNet-50 the copy takes 0.7 ms, of a step of seconds. Two counters go on: `count`, which names noise, and
 `nonfinite`. Under "propagate" NaN is left to the user, as in PyTorch, and nothing is copied. torch.compile keeps "skip", but
 an error in a compiled graph puts nothing back.
@@ -25,9 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from byteback.nn import flags
 from byteback.nn.layers.calls import Shared, recomputing
 from byteback.nn.layers.numerics import LayerNumerics
 from byteback.nn.layers.weights import refuse_training
+from byteback.ops.quantizer import may_defer
 from byteback.quantize import NONFINITE, NonFiniteError, Quantizer
 
 UNDO = "byteback_undo"
@@ -56,6 +63,8 @@ class Undo:
         self.number = 0  # of copies made so far
         self._is_valid = False
         self._is_open = False  # the step that the copy is of goes on until the optimizer's hooks end it
+        self._defers = False  # looks cost time where the buffers are
+        self._is_unread = False  # a backend that defers has run since flags were read, and no hook will read them
         self._was_dropped = False
         self.members: set[int] = set()  # by id(): the model may not be held by what it holds
         self._places: list[tuple[nn.Module, str]] = []
@@ -73,6 +82,10 @@ class Undo:
         found = _Found(model, self)
         self.members = {id(module) for module in found.modules if UNDO in module.__dict__}
         self._handled = sys.exc_info()[1]
+        if self._is_open and self._defers and not found.is_hooked:  # the hooks were removed in the middle of a step
+            self._is_open, self._is_unread = False, True
+        if self._is_unread:
+            self._read(found.layers)
         if found.policies <= {"propagate"}:
             self.forget()
             return
@@ -81,7 +94,27 @@ class Undo:
         self._copy(found)
         self.number += 1
         self._is_valid = True
-        self._is_open = "skip" in found.policies and found.is_hooked and torch.is_grad_enabled()
+        self._defers = flags.any_defers(found.layers)
+        self._is_open = (self._defers or "skip" in found.policies) and found.is_hooked and torch.is_grad_enabled()
+        self._is_unread = self._defers and not self._is_open
+
+    def begin_prediction(self, model: nn.Module) -> None:
+        """A prediction moves no buffer, but a gradient of it may be refused. Nothing is to be done where no step defers."""
+        layers = flags.numerics_of(model)
+        if self._is_unread:
+            self._read(layers)
+        hooked = any(module.__dict__.get("hooked", False) for module in model.modules())
+        if torch.is_grad_enabled() and not self._is_open and not hooked and flags.any_defers(layers):
+            self.forget()  # the flags of the training forward before were good
+            self._is_unread = True
+
+    def _read(self, layers: list[LayerNumerics]) -> None:
+        """Raises what was deferred until now."""
+        self._is_unread = False
+        error = flags.read_errors(layers)
+        if error is not None:
+            self.refuse()
+            raise error
 
     def begin_traced(self, model: nn.Module) -> None:
         """The same in a graph of torch.compile, for steps that the optimizer's hooks may drop: errors do not come by there."""
@@ -121,12 +154,13 @@ class Undo:
         if not self._is_valid or number not in (None, self.number):
             return
         with torch.no_grad():
+            changed = iter(flags.changed(self._tensors, self._copies) if self._defers else ())
             for (module, name), tensor, before in zip(self._places, self._tensors, self._copies, strict=True):
-                now = module._buffers.get(name)
+                now, differs = module._buffers.get(name), next(changed, None)
                 if name == _UNSHARED and isinstance(module, Quantizer):
                     tensor[:, :NONFINITE] = before[:, :NONFINITE]
                 elif now is tensor:
-                    if not torch.equal(tensor, before):
+                    if not torch.equal(tensor, before) if differs is None else differs:
                         tensor.copy_(before)
                 elif now is not None:  # the forward has put another tensor in its place
                     module._buffers[name] = before.to(now.device, copy=True)
@@ -135,6 +169,11 @@ class Undo:
         """The optimizer's hook drops this step."""
         self.put_back()
         self._was_dropped = True
+
+    def refuse(self) -> None:
+        """An error ends this step, after its gradients were computed."""
+        self.put_back()
+        self.forget()
 
     def end(self) -> None:
         """The optimizer has stepped."""
@@ -145,7 +184,7 @@ class Undo:
 
     def forget(self) -> None:
         """Nothing can be put back until the next forward."""
-        self._is_valid = self._is_open = False
+        self._is_valid = self._is_open = self._is_unread = False
 
 
 class _Found:
@@ -156,6 +195,7 @@ class _Found:
         self.tensors: list[Tensor] = []
         self.policies: set[str] = set()
         self.is_hooked = False
+        self.layers: list[LayerNumerics] = []
         self.modules, waiting = {model}, [model]
         while waiting:  # cheaper than model.modules()
             module = waiting.pop()
@@ -178,6 +218,7 @@ class _Found:
         names = list(module._buffers)
         if isinstance(module, LayerNumerics):
             self.policies.add(module.settings["input"].on_nonfinite)
+            self.layers.append(module)
             names = ["iteration"]
         for name in names:
             buffer = module._buffers[name]
@@ -249,6 +290,8 @@ def _begin(model: nn.Module, _: Any) -> None:
     if model.training:
         undo.begin(model)
         _running.undo = undo
+    elif undo._is_unread or (may_defer() and torch.is_grad_enabled()):
+        undo.begin_prediction(model)
 
 
 def _end(model: nn.Module, _: Any, output: Any) -> None:
@@ -291,6 +334,12 @@ def drop_step(model: nn.Module) -> None:
     """The hooks drop the gradients of this step, so the model forgets its forwards too."""
     for undo in _undos(model):
         undo.drop()
+
+
+def refuse_step(model: nn.Module) -> None:
+    """The hooks raise an error that was deferred: the model becomes what it was before the step."""
+    for undo in _undos(model):
+        undo.refuse()
 
 
 def end_step(model: nn.Module) -> None:

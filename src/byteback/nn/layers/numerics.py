@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from byteback import ops
 from byteback.ops.contract.limits import NUMERICS_VERSION
-from byteback.quantize import Quantizer, Settings, TensorRule, columns_of, moved, register
+from byteback.quantize import Quantizer, Settings, TensorRule, columns_of, moved, new_unshared, register
 from byteback.recipes import Recipe
 
 GRADIENT_ROLES = ("grad_output", "grad_output_for_weight")
@@ -37,6 +37,8 @@ class LayerNumerics(nn.Module):
     seed, layer, count   name the noise of the next gradient; count rises with every gradient that is quantized
     iteration            optimizer steps seen (or backward passes, where no optimizer hook is installed)
     nonfinite            how many tensors with NaN or Inf were met
+
+    No buffer, as with a quantizer: `unshared`, for the flags of the weight, which has no quantizer (ops/refusals.py).
     """
 
     seed: Tensor
@@ -70,12 +72,15 @@ class LayerNumerics(nn.Module):
         self.input = _quantizer(recipe.input, in_channels, device, tracks=True)
         self.grad_output = _quantizer(rule, out_channels, device)
         self.grad_output_for_weight = _quantizer(own, out_channels, device) if own else None
+        self.unshared = new_unshared(device)
         self.settings = _settings(recipe, rule, name, depthwise)
         self._derive()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Handles belong to a process, so a copy from another one gets its own."""
         super().__setstate__(state)
+        if "unshared" not in self.__dict__:  # a pickle of an earlier version
+            self.unshared = new_unshared(self.iteration.device)
         self._derive()
 
     def _derive(self) -> None:
@@ -92,6 +97,7 @@ class LayerNumerics(nn.Module):
                 child._apply(fn)
         for name, value in self.initial.items():
             self._buffers[name] = moved(getattr(self, name), fn, value)
+        self.unshared = moved(self.unshared, fn, 0)
         return self
 
     def noise_of(self, role: str, key: Tensor) -> Tensor | None:
@@ -111,7 +117,7 @@ class LayerNumerics(nn.Module):
         """Forgets everything but what names the noise: no gradient of a layer ever gets the noise of an earlier one."""
         for quantizer in self.each():
             quantizer.reset()
-        for counter in (self.iteration, self.nonfinite):
+        for counter in (self.iteration, self.nonfinite, self.unshared):
             counter.zero_()
         self.numerics_version.fill_(NUMERICS_VERSION)
 
@@ -134,8 +140,8 @@ class LayerNumerics(nn.Module):
             )
             state_dict[prefix + "numerics_version"] = torch.full_like(version, NUMERICS_VERSION)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        for quantizer in self.each():
-            quantizer.unshared.zero_()  # what was measured before belongs to another run
+        for unshared in (self.unshared, *(quantizer.unshared for quantizer in self.each())):
+            unshared.zero_()  # what was measured before belongs to another run
 
 
 def _quantizer(rule: TensorRule, channels: int, device: torch.device | None, tracks: bool = False) -> Quantizer:
