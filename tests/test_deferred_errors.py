@@ -164,6 +164,21 @@ def test_without_hooks_each_forward_but_the_first_takes_one_look(monkeypatch: py
     assert all("/nn/flags.py" in where for where in seen)
 
 
+@pytest.mark.parametrize(("policy", "put_back"), [("raise", 1), ("skip", 2)])
+def test_what_has_to_be_put_back_is_found_in_one_look(policy: str, put_back: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where a step is refused or dropped. A dropped one is put back twice: before the optimizer's step and after it."""
+    with deferring():
+        trainer = Trainer(network(policy))
+        trainer.step(images(0))
+        with watched(monkeypatch, also=FLAG_HANDLING) as seen:
+            if policy == "raise":
+                with pytest.raises(byteback.NonFiniteError):
+                    trainer.step(images(1, NAN))
+            else:
+                trainer.step(images(1, NAN))
+    assert seen.total() == 1 + put_back, seen
+
+
 # ---- on_nonfinite="raise" with the hooks -------------------------------------------------------------------------------
 
 

@@ -50,7 +50,8 @@ def numerics_of(model: nn.Module) -> list[LayerNumerics]:
 
 def any_defers(layers: Iterable[LayerNumerics]) -> bool:
     """Whether one of these layers is where a backend defers."""
-    return any(defers(layer.iteration) for layer in layers)
+    one_of_each = {layer.unshared.device: layer.unshared for layer in layers}  # every step asks: once for each device
+    return any(map(defers, one_of_each.values()))
 
 
 def holders(layers: Sequence[LayerNumerics]) -> list[Holder]:
