@@ -7,63 +7,17 @@ operation, where that is free; so may a clip rule that a backend calls.
 
 from __future__ import annotations
 
-import traceback
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import byteback
 from small_blocks import Net
+from watched_looks import watched
 
-PACKAGE = str(Path(byteback.__file__).parent)
-WAYS = ("tolist", "item", "__int__", "__float__", "__bool__", "__index__", "__contains__", "cpu", "numpy", "nonzero")
 RECIPES = ["plain-int8", "unified-int8", "distribution-adaptive-int8"]
 STEPS = 12  # a search at 0 and at 10, measurements at 0 and 10
-
-
-def looker() -> str | None:
-    """Where the look comes from: None for PyTorch's own, and for a backend's."""
-    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
-    inside = [frame for frame in frames if "/ops/" in frame.filename]
-    if not frames or frames[-1] in inside:
-        return None
-    return f"{frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].lineno} {frames[-1].line}"
-
-
-@contextmanager
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Counts looks by where they come from."""
-    seen: Counter[str] = Counter()
-    busy = [False]
-
-    def watch(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def watching(*args: Any, **kwargs: Any) -> Any:
-            if not busy[0]:
-                busy[0] = True
-                try:
-                    where = looker()
-                    if where is not None:
-                        seen[f"{name} at {where}"] += 1
-                finally:
-                    busy[0] = False
-            return original(*args, **kwargs)
-
-        patch.setattr(owner, name, watching)
-
-    with monkeypatch.context() as patch:
-        for way in WAYS:
-            watch(Tensor, way)
-        watch(torch, "equal")
-        yield seen
 
 
 def connected(recipe: str) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ the optimizer takes its step as usual, and the hooks scale the change of the wei
 
 This works with schedulers, parameter groups, foreach and fused variants and gradient accumulation. The same hooks count
 iterations, share measurements between ranks (nn/ranks.py), and drop the gradients of a step with NaN or Inf if the recipe has
-on_nonfinite="skip".
+on_nonfinite="skip". Where a backend defers its errors (nn/flags.py), the hooks raise them before the step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from byteback.convert import int8_layers
-from byteback.nn import Int8Layer, ranks
+from byteback.nn import Int8Layer, flags, ranks
 from byteback.nn.layers.layer import factors
 from byteback.nn.layers.weights import refuse_training
-from byteback.nn.undo import Watch, drop_step, end_step
+from byteback.nn.undo import Watch, drop_step, end_step, refuse_step
 
 
 class LearningRateScaling:
@@ -147,19 +147,31 @@ class LearningRateScaling:
     def _judge_gradients(self, optimizer: Optimizer) -> None:
         """Shares measurements between ranks, once all gradients exist, and drops the step on all ranks if it has NaN or Inf."""
         layers = list(dict.fromkeys(_int8_modules(self.model)))
+        error = None
         if ranks.are_several(self._process_group):
-            bad = ranks.agree(layers, self._process_group)
+            bad, error = ranks.agree(layers, self._process_group)
             met = any(layer.recipe.on_nonfinite == "skip" for layer in bad)
+        elif flags.any_defers(layer.quantizers for layer in layers):
+            read = flags.read([layer.quantizers for layer in layers if layer.recipe.on_nonfinite != "propagate"])
+            error, met = read.error, any(numerics.settings["input"].on_nonfinite == "skip" for numerics in read.met)
         else:
             met = ranks.met_nonfinite([layer for layer in layers if layer.recipe.on_nonfinite == "skip"])
+        if error is not None:  # a backend has deferred it until now
+            self._clear_gradients(optimizer)
+            refuse_step(self.model)
+            self._before = []
+            raise error
         if met:
             self._drop_gradients(optimizer)
 
-    def _drop_gradients(self, optimizer: Optimizer) -> None:
+    def _clear_gradients(self, optimizer: Optimizer) -> None:
         # Also the gradients of other optimizers of this model: the whole step is dropped.
         own = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for parameter in (*self.model.parameters(), *own):
             parameter.grad = None
+
+    def _drop_gradients(self, optimizer: Optimizer) -> None:
+        self._clear_gradients(optimizer)
         drop_step(self.model)
         self.skipped += 1
         warnings.warn(

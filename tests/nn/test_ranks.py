@@ -193,14 +193,14 @@ def test_nan_on_one_rank_is_known_to_both_once(fresh, together):
     output = sides[1][1](image(0))
     output.backward(torch.full_like(output, float("nan")))
     found = together.agree(*sides)
-    assert found == [[sides[0][1]], [sides[1][1]]], "the second layer, on both ranks"
+    assert found == [([sides[0][1]], None), ([sides[1][1]], None)], "the second layer, on both ranks"
     assert [int(side[1].quantizers.nonfinite) for side in sides] == [1, 1]
-    assert together.agree(*sides) == [[], []]
+    assert together.agree(*sides) == [([], None), ([], None)]
 
 
 def test_without_layers_nobody_is_asked(monkeypatch):
     monkeypatch.setattr(ranks.dist, "all_reduce", None)
-    assert ranks.agree([]) == [] and not ranks.met_nonfinite([])
+    assert ranks.agree([]) == ([], None) and not ranks.met_nonfinite([])
 
 
 def test_one_process_counts_nan_once(fresh):

@@ -103,7 +103,13 @@ def test_forward_is_that_of_the_steps(path):
         a, b, *_ = ops.norm_coefficients(ops.channel_stats(x), 144, gamma, beta, bias, 1e-3, (mean, var), 0.2, "relu")
         peak = ops.normalize_peak(x, a, b, residual, "relu")
         steps = ops.normalize(x, a, b, residual, "relu", peak, want_float=True, want_mask=True)
-    for one, other in [(made.norm.a, a), (made.norm.b, b), (made.norm.peak, peak), (norm.running[0], mean), (norm.running[1], var)]:
+    for one, other in [
+        (made.norm.a, a),
+        (made.norm.b, b),
+        (made.norm.peak, peak),
+        (norm.running[0], mean),
+        (norm.running[1], var),
+    ]:
         equal(one, other)
     for one, other in zip(made[:5], steps[:5], strict=True):
         equal(one, other)

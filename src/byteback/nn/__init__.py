@@ -5,6 +5,7 @@ layers/         Int8Conv1d/2d/3d and Int8Linear, their state, and the table of l
 autograd.py     the three products of a layer as an autograd function
 quantizing.py   how input, weight and gradient of a layer are quantized
 fused/          a convolution, its norm, residual add and activation as one block
+flags.py        reads NaN and Inf flags once per step, where errors are deferred
 ranks.py        gives the int8 layers of several processes the same state
 undo.py         restores the buffers of a model after a training step that failed or was dropped
 """

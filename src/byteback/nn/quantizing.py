@@ -60,7 +60,8 @@ def weight_as_int8(layer: Int8Layer, weight: Tensor) -> QTensor:
 
 def fresh_weight(layer: Int8Layer, weight: Tensor) -> QTensor:
     """The weight as int8, made now."""
-    return quantize_fresh(weight, layer.quantizers.handles["weight"], layer.quantizers.iteration)
+    numerics = layer.quantizers
+    return quantize_fresh(weight, numerics.handles["weight"], numerics.iteration, numerics.unshared if layer.training else None)
 
 
 def makes_pairs(layer: Int8Layer) -> bool:

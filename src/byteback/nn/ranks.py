@@ -5,7 +5,8 @@ Each rank quantizes its own data, so each measures its own direction deviation a
 them would differ between ranks, and so would the weights after the step. There are two collectives, each over one flat tensor:
 
     SUM   x·x̂, x̂·x̂ and x·x of every tensor that was measured since the last step. The cosine of the sums is the one that a
-          single process with the whole batch would measure. Also the number of tensors with NaN or Inf, and call slots in use.
+          single process with the whole batch would measure. Also the number of tensors with NaN or Inf, errors that were
+          deferred (flags.py), and call slots in use.
     MAX   all other state of a layer: counters, flags, the new deviation, clips. The clip of the newest search is used, and of
           several the largest. The maximum of the ranks' averages is the average of their largest clips, so a tracked clip is
           that of the whole batch.
@@ -25,9 +26,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from byteback.nn import flags
 from byteback.nn.layers.layer import Int8Layer
 from byteback.nn.layers.numerics import LayerNumerics
-from byteback.quantize import CALL_SLOTS, DEVIATION, MEASURED, NONFINITE, QQ, XQ, XX, Quantizer, deviation_of
+from byteback.ops.refusals import MET, first
+from byteback.quantize import CALL_SLOTS, DEVIATION, MEASURED, NONFINITE, QQ, XQ, XX, NonFiniteError, Quantizer, deviation_of
 
 _WORD = 32
 _MASK = (1 << _WORD) - 1
@@ -49,24 +52,31 @@ def met_nonfinite(layers: Sequence[Int8Layer]) -> bool:
 
 
 @torch.no_grad()
-def agree(layers: Sequence[Int8Layer], group: Any = None) -> list[Int8Layer]:
-    """Gives the layers of all ranks the same state. Returns those that quantized NaN or Inf on any rank since the last call.
+def agree(layers: Sequence[Int8Layer], group: Any = None) -> tuple[list[Int8Layer], NonFiniteError | None]:
+    """Gives the layers of all ranks the same state.
 
-    Every rank of the group must call it with the same layers in the same order.
+    Returns the layers that met NaN or Inf on any rank since the last call, and the error that a rank has deferred, if there is
+    one: all ranks get it. Every rank of the group must call it with the same layers in the same order.
     """
     quantizers = _quantizers(layers)
     if not quantizers:
-        return []
-    unshared = [quantizer.unshared for quantizer in quantizers]
+        return [], None
+    kept = [layer.quantizers for layer in layers]
+    weights = kept if flags.any_defers(kept) else []  # their flags, in rows after those of the quantizers
+    unshared = [quantizer.unshared for quantizer in quantizers] + [weight.unshared for weight in weights]
     own = _stack(unshared)
     seen = _stack([quantizer.seen for quantizer in quantizers]).unsqueeze(-1)
+    seen = torch.cat([seen, seen.new_zeros(len(weights), *seen.shape[1:])])
     sums = torch.cat([own, seen.to(own.dtype)], dim=-1)
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
     torch._foreach_zero_(unshared)
-    _write_deviations(quantizers, sums)
-    _take_largest(_Kept.of([layer.quantizers for layer in layers], quantizers, sums[..., -1]), sums.device, group)
-    bad = iter(sums[:, 0, NONFINITE].tolist())
-    return [layer for layer in layers if sum([next(bad) for _ in layer.quantizers.each()])]
+    count = len(quantizers)
+    _write_deviations(quantizers, sums[:count])
+    _take_largest(_Kept.of(kept, quantizers, sums[:count, :, -1]), sums.device, group)
+    columns = sums[..., NONFINITE].tolist()
+    met = iter(columns[:count])
+    bad = [layer for layer in layers if sum([next(met)[MET] for _ in layer.quantizers.each()])]
+    return bad, first(columns, [holder.name() for holder in flags.holders(kept)]) if weights else None
 
 
 def _quantizers(layers: Sequence[Int8Layer]) -> list[Quantizer]:

@@ -10,6 +10,11 @@ modules, are copied at the start of a forward pass in training, and restored aft
     on_nonfinite="skip"            to the values before the first forward since the last optimizer step, when the hooks drop
                                    the step
 
+Where errors are deferred because a look at a tensor costs time (ops/refusals.py), a step is open until its flags are read:
+
+    by the optimizer's hook        which raises before the step, after it restored the values before the first forward
+    by the next forward            if there is no hook; it restores the values before the forward that failed
+
 The buffers are small: for ResNet-50 the copy takes 0.7 ms, and a step takes seconds. Two counters are not restored: `count`,
 which selects the noise, and `nonfinite`. With "propagate", NaN is handled by the user, as in PyTorch, and nothing is copied.
 torch.compile supports "skip", but after an error in a compiled graph nothing is restored.
@@ -26,9 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from byteback.nn import flags
 from byteback.nn.layers.calls import Shared, recomputing
 from byteback.nn.layers.numerics import LayerNumerics
 from byteback.nn.layers.weights import refuse_training
+from byteback.ops.quantizer import may_defer
 from byteback.quantize import NONFINITE, NonFiniteError, Quantizer
 
 UNDO = "byteback_undo"
@@ -57,6 +64,8 @@ class Undo:
         self.number = 0  # how many copies were made so far
         self._is_valid = False
         self._is_open = False  # the step of the copy continues until the optimizer's hooks end it
+        self._defers = False  # looks cost time on the device of the buffers
+        self._is_unread = False  # a backend that defers has run since flags were read, and no hook will read them
         self._was_dropped = False
         self.members: set[int] = set()  # by id(), because a reference to the model would be a cycle
         self._places: list[tuple[nn.Module, str]] = []
@@ -74,6 +83,10 @@ class Undo:
         found = _Found(model, self)
         self.members = {id(module) for module in found.modules if UNDO in module.__dict__}
         self._handled = sys.exc_info()[1]
+        if self._is_open and self._defers and not found.is_hooked:  # the hooks were removed in the middle of a step
+            self._is_open, self._is_unread = False, True
+        if self._is_unread:
+            self._read(found.layers)
         if found.policies <= {"propagate"}:
             self.forget()
             return
@@ -82,7 +95,27 @@ class Undo:
         self._copy(found)
         self.number += 1
         self._is_valid = True
-        self._is_open = "skip" in found.policies and found.is_hooked and torch.is_grad_enabled()
+        self._defers = flags.any_defers(found.layers)
+        self._is_open = (self._defers or "skip" in found.policies) and found.is_hooked and torch.is_grad_enabled()
+        self._is_unread = self._defers and not self._is_open
+
+    def begin_prediction(self, model: nn.Module) -> None:
+        """A prediction moves no buffer, but a gradient of it may be refused. Nothing is to be done where no step defers."""
+        layers = flags.numerics_of(model)
+        if self._is_unread:
+            self._read(layers)
+        hooked = any(module.__dict__.get("hooked", False) for module in model.modules())
+        if torch.is_grad_enabled() and not self._is_open and not hooked and flags.any_defers(layers):
+            self.forget()  # the flags of the training forward before were good
+            self._is_unread = True
+
+    def _read(self, layers: list[LayerNumerics]) -> None:
+        """Raises what was deferred until now."""
+        self._is_unread = False
+        error = flags.read_errors(layers)
+        if error is not None:
+            self.refuse()
+            raise error
 
     def begin_traced(self, model: nn.Module) -> None:
         """Does the same in a graph of torch.compile, only for steps that the optimizer's hooks may drop, not for errors."""
@@ -122,12 +155,13 @@ class Undo:
         if not self._is_valid or number not in (None, self.number):
             return
         with torch.no_grad():
+            changed = iter(flags.changed(self._tensors, self._copies) if self._defers else ())
             for (module, name), tensor, before in zip(self._places, self._tensors, self._copies, strict=True):
-                now = module._buffers.get(name)
+                now, differs = module._buffers.get(name), next(changed, None)
                 if name == _UNSHARED and isinstance(module, Quantizer):
                     tensor[:, :NONFINITE] = before[:, :NONFINITE]
                 elif now is tensor:
-                    if not torch.equal(tensor, before):
+                    if not torch.equal(tensor, before) if differs is None else differs:
                         tensor.copy_(before)
                 elif now is not None:  # the forward has replaced the tensor
                     module._buffers[name] = before.to(now.device, copy=True)
@@ -136,6 +170,11 @@ class Undo:
         """Called when the optimizer's hook drops this step."""
         self.put_back()
         self._was_dropped = True
+
+    def refuse(self) -> None:
+        """An error ends this step, after its gradients were computed."""
+        self.put_back()
+        self.forget()
 
     def end(self) -> None:
         """Called after the step of the optimizer."""
@@ -146,7 +185,7 @@ class Undo:
 
     def forget(self) -> None:
         """Discards the copy: nothing can be restored until the next forward."""
-        self._is_valid = self._is_open = False
+        self._is_valid = self._is_open = self._is_unread = False
 
 
 class _Found:
@@ -157,6 +196,7 @@ class _Found:
         self.tensors: list[Tensor] = []
         self.policies: set[str] = set()
         self.is_hooked = False
+        self.layers: list[LayerNumerics] = []
         self.modules, waiting = {model}, [model]
         while waiting:  # cheaper than model.modules()
             module = waiting.pop()
@@ -179,6 +219,7 @@ class _Found:
         names = list(module._buffers)
         if isinstance(module, LayerNumerics):
             self.policies.add(module.settings["input"].on_nonfinite)
+            self.layers.append(module)
             names = ["iteration"]
         for name in names:
             buffer = module._buffers[name]
@@ -250,6 +291,8 @@ def _begin(model: nn.Module, _: Any) -> None:
     if model.training:
         undo.begin(model)
         _running.undo = undo
+    elif undo._is_unread or (may_defer() and torch.is_grad_enabled()):
+        undo.begin_prediction(model)
 
 
 def _end(model: nn.Module, _: Any, output: Any) -> None:
@@ -292,6 +335,12 @@ def drop_step(model: nn.Module) -> None:
     """Restores the buffers after the hooks dropped the gradients of this step."""
     for undo in _undos(model):
         undo.drop()
+
+
+def refuse_step(model: nn.Module) -> None:
+    """The hooks raise an error that was deferred: the model becomes what it was before the step."""
+    for undo in _undos(model):
+        undo.refuse()
 
 
 def end_step(model: nn.Module) -> None:

@@ -11,7 +11,8 @@
 The clip, the counts of saturated and non-finite values, the measurement of the direction, the memory of the clip rule and the
 tracked clip are all dealt with inside, by the backend that the tensor belongs to. The code above (nn, quantize, recipes, the
 optimizer's hooks) never looks at a number: a look is free on a CPU, but on a GPU it waits for all that was launched before.
-`backends/reference/quantizer.py` says what a step means; `backends/cpu/quantizer.py` is the same with fewer calls.
+`backends/reference/quantizer.py` says what a step means; `backends/cpu/quantizer.py` is the same with fewer calls. Those raise
+NonFiniteError at once; a backend on whose device a look costs says that it `defers` (ops/refusals.py).
 """
 
 from __future__ import annotations
@@ -177,14 +178,27 @@ def tracked_clip(tracked: Tensor, seen: Tensor, slot: int, ordinal_known: bool) 
     return backend_steps(tracked).tracked_clip(tracked, seen, slot, ordinal_known)
 
 
-def fresh(x: Tensor, iteration: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
-    """A tensor that keeps no state, by a rule that looks at nothing but the tensor."""
-    return backend_steps(x).fresh(x, iteration, settings)
+def fresh(x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A tensor that keeps no state, by a rule that looks at nothing but the tensor.
+
+    A backend that defers writes to `flags`, which has the shape of `State.unshared`; None outside training.
+    """
+    return backend_steps(x).fresh(x, iteration, settings, flags)
 
 
 def factors(observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[Any]:
     """rule.factor(the largest deviation) for each list of `observed` tensors; numbers where a look is free, else tensors."""
     return backend_steps(observed[0][0]).factors(observed, rules) if observed else []
+
+
+def defers(x: Tensor) -> bool:
+    """Whether steps where x is flag NaN and Inf, to be read once per step, and raise nothing (ops/refusals.py)."""
+    return bool(backend_steps(x).defers)
+
+
+def may_defer() -> bool:
+    """Whether a backend that defers was used in this process."""
+    return any(steps.defers for steps in _loaded.values())
 
 
 def backend_steps(x: Gradient) -> Any:

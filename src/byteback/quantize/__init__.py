@@ -27,7 +27,16 @@ from byteback.ops.quantizer import (
 )
 from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory
 from byteback.quantize.qtensor import QTensor
-from byteback.quantize.quantizer import CALL_SLOTS, Quantizer, Settings, columns_of, moved, quantize_fresh, quantize_pair
+from byteback.quantize.quantizer import (
+    CALL_SLOTS,
+    Quantizer,
+    Settings,
+    columns_of,
+    moved,
+    new_unshared,
+    quantize_fresh,
+    quantize_pair,
+)
 from byteback.quantize.rule import TensorRule
 
 __all__ = [
@@ -57,6 +66,7 @@ __all__ = [
     "deviation_of",
     "floats_of",
     "moved",
+    "new_unshared",
     "quantize_fresh",
     "quantize_pair",
     "register",

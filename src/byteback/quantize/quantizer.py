@@ -60,11 +60,11 @@ def columns_of(rule: TensorRule) -> dict[str, int]:
     return {**named, **dict(zip(own, places, strict=False))}
 
 
-def quantize_fresh(x: Tensor, settings: int, iteration: Tensor) -> QTensor:
-    """Quantizes x by a rule that needs no memory. `settings` is the number of registered settings."""
+def quantize_fresh(x: Tensor, settings: int, iteration: Tensor, flags: Tensor | None = None) -> QTensor:
+    """Quantizes x by a rule that needs no memory. `settings` is the number of registered settings; `flags`: in a step."""
     if torch.compiler.is_compiling():
         return QTensor(*torch.ops.byteback.quantize_fresh(x, iteration, settings))
-    return QTensor(*steps.fresh(x, iteration, settings_of(settings)))
+    return QTensor(*steps.fresh(x, iteration, settings_of(settings), flags))
 
 
 def moved(buffer: Tensor, fn: Callable[[Tensor], Tensor], initial: int) -> Tensor:
@@ -81,6 +81,11 @@ def moved(buffer: Tensor, fn: Callable[[Tensor], Tensor], initial: int) -> Tenso
         return made.fill_(initial) if buffer.is_meta else made.copy_(buffer)
 
 
+def new_unshared(device: torch.device | None) -> Tensor:
+    """`Quantizer.unshared`, before anything was measured."""
+    return torch.zeros(CALL_SLOTS, 5, dtype=torch.float64, device=device)
+
+
 class Quantizer(nn.Module):
     """The state of one tensor (input, grad_output) of one layer: buffers of fixed shape, saved in the state_dict.
 
@@ -95,7 +100,8 @@ class Quantizer(nn.Module):
 
     One tensor is no buffer and not in the state_dict, because DistributedDataParallel overwrites buffers with those of rank 0:
     unshared     measurements of this process since the last optimizer step, not yet shared with other ranks (nn/ranks.py):
-                 x·x̂, x̂·x̂, x·x and whether they were measured, for each call slot; tensors with NaN or Inf, in row 0
+                 x·x̂, x̂·x̂, x·x and whether they were measured, for each call slot; tensors with NaN or Inf, in row 0 of
+                 the last column, whose other rows are flags if errors are deferred (ops/refusals.py)
     """
 
     clip: Tensor
@@ -117,7 +123,7 @@ class Quantizer(nn.Module):
         self.register_buffer("observed", zeros(CALL_SLOTS, columns))
         self.register_buffer("seen", zeros(CALL_SLOTS))
         self.register_buffer("tracked", zeros(CALL_SLOTS, entries) if tracks else None)
-        self.unshared = zeros(CALL_SLOTS, 5, dtype=torch.float64)
+        self.unshared = new_unshared(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         """Moves with the model, but stays float32 under .half() and .bfloat16(), because integers depend on the clips."""

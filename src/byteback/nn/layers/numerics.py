@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from byteback import ops
 from byteback.ops.contract.limits import NUMERICS_VERSION
 from byteback.ops.programs import Averaged
-from byteback.quantize import Quantizer, Settings, TensorRule, columns_of, moved, register
+from byteback.quantize import Quantizer, Settings, TensorRule, columns_of, moved, new_unshared, register
 from byteback.recipes import Recipe
 
 GRADIENT_ROLES = ("grad_output", "grad_output_for_weight")
@@ -38,6 +38,8 @@ class LayerNumerics(nn.Module):
     seed, layer, count   identify the noise of the next gradient; count increases with every quantized gradient
     iteration            number of optimizer steps (of backward passes if no optimizer is connected)
     nonfinite            number of tensors with NaN or Inf
+
+    As in a quantizer, `unshared` is not a buffer. It holds the flags of the weight, which has no quantizer (ops/refusals.py).
     """
 
     seed: Tensor
@@ -71,12 +73,15 @@ class LayerNumerics(nn.Module):
         self.input = _quantizer(recipe.input, in_channels, device, tracks=True)
         self.grad_output = _quantizer(rule, out_channels, device)
         self.grad_output_for_weight = _quantizer(own, out_channels, device) if own else None
+        self.unshared = new_unshared(device)
         self.settings = _settings(recipe, rule, name, depthwise)
         self._derive()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Creates new handles, because handles are only valid in one process."""
         super().__setstate__(state)
+        if "unshared" not in self.__dict__:  # a pickle of an earlier version
+            self.unshared = new_unshared(self.iteration.device)
         self._derive()
 
     def _derive(self) -> None:
@@ -93,6 +98,7 @@ class LayerNumerics(nn.Module):
                 child._apply(fn)
         for name, value in self.initial.items():
             self._buffers[name] = moved(getattr(self, name), fn, value)
+        self.unshared = moved(self.unshared, fn, 0)
         return self
 
     def noise_of(self, role: str, key: Tensor) -> Tensor | None:
@@ -112,7 +118,7 @@ class LayerNumerics(nn.Module):
         """Resets everything except the noise counter, so that the noise of an earlier gradient is never used again."""
         for quantizer in self.each():
             quantizer.reset()
-        for counter in (self.iteration, self.nonfinite):
+        for counter in (self.iteration, self.nonfinite, self.unshared):
             counter.zero_()
         self.numerics_version.fill_(NUMERICS_VERSION)
 
@@ -135,8 +141,8 @@ class LayerNumerics(nn.Module):
             )
             state_dict[prefix + "numerics_version"] = torch.full_like(version, NUMERICS_VERSION)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        for quantizer in self.each():
-            quantizer.unshared.zero_()  # measurements of another run
+        for unshared in (self.unshared, *(quantizer.unshared for quantizer in self.each())):
+            unshared.zero_()  # measurements of another run
 
 
 def _quantizer(rule: TensorRule, channels: int, device: torch.device | None, tracks: bool = False) -> Quantizer:

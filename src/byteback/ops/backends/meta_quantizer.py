@@ -18,6 +18,8 @@ from byteback.ops.quantizer import DEVIATION, Gradient, floats_of, shapes
 class MetaSteps:
     """The operations of ops/quantizer.py."""
 
+    defers = False  # there are no numbers to flag, and none to read
+
     def step(self, x: Gradient, state: Any, settings: Any, *_: Any) -> tuple[Tensor, Tensor]:
         return shapes(floats_of(x), settings.axis())
 
@@ -38,7 +40,7 @@ class MetaSteps:
     def tracked_clip(self, tracked: Tensor, seen: Tensor, slot: int, ordinal_known: bool) -> Tensor | None:
         return tracked[slot].clone() if tracked.shape[1] == 1 else None
 
-    def fresh(self, x: Tensor, iteration: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
+    def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return shapes(x, settings.axis())
 
     def block_site(self, *_: Any) -> None:

@@ -36,11 +36,11 @@ from byteback.ops.quantizer import (
     Gradient,
     Memory,
     Moment,
-    NonFiniteError,
     State,
     deviation_of,
     floats_of,
 )
+from byteback.ops.refusals import refusal, scale_of
 from byteback.ops.types import Quantized
 
 
@@ -71,6 +71,8 @@ class Made(NamedTuple):
 
 class Steps:
     """The operations of ops/quantizer.py. A backend overrides what it can do in fewer calls."""
+
+    defers = False
 
     # ---- operations ----
 
@@ -164,7 +166,7 @@ class Steps:
     def tracked_clip(self, tracked: Tensor, seen: Tensor, slot: int, ordinal_known: bool) -> Tensor | None:
         return tracked[slot].clone() if tracked.shape[1] == 1 and _is_tracked(seen, slot, ordinal_known) else None
 
-    def fresh(self, x: Tensor, iteration: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
+    def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
         made = self._made(x, settings, Memory(x.new_zeros(1), False, 0, 0), None)
         if made.nonfinite:
             # Skipping steps would never mend a weight that is NaN already.
@@ -281,12 +283,8 @@ class Steps:
 def refuse(values: Tensor, scale: Tensor, settings: Any, policy: str, nonfinite: int, iteration: int) -> tuple[Tensor, Tensor]:
     """What a tensor with NaN or Inf becomes."""
     if policy == "raise":
-        raise NonFiniteError(
-            f"{settings.layer}: {settings.role} holds {nonfinite} NaN or Inf values at iteration {iteration}; int8 has "
-            "neither, so it cannot be quantized. Lower the learning rate or look for the layer that overflowed; "
-            'on_nonfinite="skip" drops such steps, on_nonfinite="propagate" hands NaN on (for a GradScaler).'
-        )
-    return values.zero_(), scale.fill_(math.nan if policy == "propagate" else 1.0)
+        raise refusal(settings.layer, settings.role, nonfinite, iteration)
+    return values.zero_(), scale.fill_(scale_of(policy))
 
 
 def _outside_training(settings: Any) -> str:

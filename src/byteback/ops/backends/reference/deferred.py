@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference's steps for a device on which a look costs time: NaN and Inf are flagged and not raised (ops/refusals.py).
+
+A bad tensor counts as zeros from the start, so that clip rules meet nothing but numbers, and what they remember of it is put
+back, all without a look. Finite tensors get the bits of the reference. The rules themselves still look, as they do there: a
+backend that has kernels for them inherits what remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from byteback.ops.backends.reference.quantizer import Steps
+from byteback.ops.quantizer import Gradient, Moment, State, floats_of
+from byteback.ops.refusals import Unless, counted, filled, flag, judged
+
+
+class DeferredSteps(Steps):
+    """The operations of ops/quantizer.py, none of which raises NonFiniteError."""
+
+    defers = True
+
+    def step(self, x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment) -> tuple[Tensor, Tensor]:
+        floats = floats_of(x)
+        nonfinite, unless = counted(floats), Unless(state, moment.slot)
+        q = super().step(_without(floats, nonfinite), state, settings, key, moment)
+        unless.put_back(nonfinite > 0)
+        return judged(q, nonfinite, moment.iteration, state, settings, moment.remember)
+
+    def step_pair(
+        self,
+        x: Gradient,
+        states: tuple[State, State],
+        settings: tuple[Any, Any],
+        key: Tensor | None,
+        moment: Moment,
+        want_first: bool,
+    ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]] | None:
+        floats = floats_of(x)
+        nonfinite, unless = counted(floats), [Unless(state, moment.slot) for state in states]
+        made = super().step_pair(_without(floats, nonfinite), states, settings, key, moment, want_first)
+        if made is None:
+            return None
+        results: list[tuple[Tensor, Tensor] | None] = []
+        for index, copy in enumerate(made):
+            if copy is not None:
+                unless[index].put_back(nonfinite > 0)
+                copy = judged(copy, nonfinite, moment.iteration, states[index], settings[index], moment.remember)
+            results.append(copy)
+        return results[0], results[1]  # type: ignore[return-value]
+
+    def adopt(
+        self,
+        q: tuple[Tensor, Tensor],
+        clip: Tensor,
+        counts: Tensor,
+        x: Callable[[], Tensor],
+        state: State,
+        settings: Any,
+        moment: Moment,
+    ) -> tuple[Tensor, Tensor]:
+        nonfinite, unless = counts[1], Unless(state, moment.slot)
+        bad = nonfinite > 0
+        finite = counts.masked_fill(bad, 0), lambda: _without(x(), nonfinite)
+        q = super().adopt(filled(q, nonfinite, "skip"), clip.masked_fill(bad, 0.0), *finite, state, settings, moment)
+        unless.put_back(bad)
+        return judged(q, nonfinite, moment.iteration, state, settings, moment.remember)
+
+    def predict(self, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        nonfinite = counted(x)
+        return filled(super().predict(_without(x, nonfinite), *rest), nonfinite, "propagate")
+
+    def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        nonfinite = counted(x)
+        q = super().fresh(_without(x, nonfinite), iteration, settings)
+        if flags is None or settings.on_nonfinite == "propagate":
+            return filled(q, nonfinite, "propagate")
+        flag(flags, nonfinite, iteration)  # skipping steps would never mend a weight
+        return filled(q, nonfinite, "raise")
+
+
+def _without(x: Tensor, nonfinite: Tensor) -> Tensor:
+    """x, or zeros where any of its values is NaN or Inf."""
+    return torch.where(nonfinite > 0, 0.0, x)
+
+
+STEPS = DeferredSteps()
