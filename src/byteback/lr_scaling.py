@@ -130,7 +130,7 @@ class LearningRateScaling:
             torch._foreach_mul_(weights, shorter)
             torch._foreach_add_(weights, before)
         for layer in self.layers.values():
-            layer.quantizers.stepped = True
+            layer.quantizers.__dict__["stepped"] = True  # nn.Module would search its parameters for the name
         if self.layers:
             torch._foreach_add_([layer.quantizers.iteration for layer in self.layers.values()], 1)
         end_step(self.model)

@@ -25,7 +25,9 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from operator import is_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +73,7 @@ class Undo:
         self._places: list[tuple[nn.Module, str]] = []
         self._tensors: list[Tensor] = []
         self._copies: list[Tensor] = []
+        self._found: _Found | None = None
         self._handled: BaseException | None = None  # the error that was being handled when the forward started
 
     def __reduce__(self) -> tuple[type[Undo], tuple[()]]:
@@ -80,8 +83,11 @@ class Undo:
 
     def begin(self, model: nn.Module) -> None:
         """Copies the buffers, unless a step is already in progress."""
-        found = _Found(model, self)
-        self.members = {id(module) for module in found.modules if UNDO in module.__dict__}
+        found = self._found
+        if found is None or not found.still_holds():
+            found = self._found = _Found(model)
+        found.enter(self)
+        self.members = found.watched()
         self._handled = sys.exc_info()[1]
         if self._is_open and self._defers and not found.is_hooked:  # the hooks were removed in the middle of a step
             self._is_open, self._is_unread = False, True
@@ -143,7 +149,7 @@ class Undo:
         known, self._places, self._tensors = self._tensors, found.places, found.tensors
         # Outside of inference mode: later steps could not write to inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            if known and len(known) == len(self._tensors) and all(map(_same, known, self._tensors)):
+            if known and len(known) == len(self._tensors) and all(map(is_, known, self._tensors)):
                 torch._foreach_copy_(self._copies, self._tensors)
             else:
                 self._copies = [tensor.clone() for tensor in self._tensors]
@@ -189,31 +195,35 @@ class Undo:
 
 
 class _Found:
-    """The buffers of a model that a step may write to, the policies of its layers, and whether an optimizer is connected."""
+    """The buffers of a model that a step may write to, the policies of its layers, and whether an optimizer is connected.
 
-    def __init__(self, model: nn.Module, undo: Undo) -> None:
+    A walk through all modules takes longer than copying their buffers, so it is kept as long as it holds. Modules are held
+    weakly, because the model holds this object.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         self.places: list[tuple[nn.Module, str]] = []
         self.tensors: list[Tensor] = []
         self.policies: set[str] = set()
-        self.is_hooked = False
         self.layers: list[LayerNumerics] = []
-        self.modules, waiting = {model}, [model]
+        self.is_hooked = False
+        self._int8: list[tuple[Any, Shared]] = []
+        self._seen: list[tuple[Any, list[Any], tuple[Any, ...]]] = []  # modules, their children and buffers
+        known, waiting = {model}, [model]
         while waiting:  # cheaper than model.modules()
             module = waiting.pop()
-            self._look_at(module, undo)
+            self._look_at(module)
+            children = [None if child is None else ref(child) for child in module._modules.values()]
+            self._seen.append((ref(module), children, tuple(module._buffers.values())))
             for child in module._modules.values():
-                if child is not None and child not in self.modules:
-                    self.modules.add(child)
+                if child is not None and child not in known:
+                    known.add(child)
                     waiting.append(child)
 
-    def _look_at(self, module: nn.Module, undo: Undo) -> None:
-        own = module.__dict__
-        shared = own.get("int8_shared")
+    def _look_at(self, module: nn.Module) -> None:
+        shared = module.__dict__.get("int8_shared")
         if isinstance(shared, Shared):  # not another attribute of this name, set by the user
-            if module.training:  # before any other layer changes its state, such as a float norm before it
-                refuse_training(module, "the model was called in training mode")
-            shared.undo = undo
-            self.is_hooked = self.is_hooked or own["hooked"]
+            self._int8.append((ref(module), shared))
         if not module._buffers:
             return
         names = list(module._buffers)
@@ -230,13 +240,39 @@ class _Found:
             self.places.append((module, _UNSHARED))
             self.tensors.append(module.unshared)
 
+    def still_holds(self) -> bool:
+        """Whether the model has the same modules, with the same tensors as buffers."""
+        for known, children, buffers in self._seen:
+            module = known()
+            if module is None:
+                return False
+            now, own = module._modules, module._buffers
+            if len(now) != len(children) or len(own) != len(buffers):
+                return False
+            if own and not all(map(is_, own.values(), buffers)):
+                return False
+            for child, before in zip(now.values(), children, strict=True):
+                if child is not (None if before is None else before()):
+                    return False
+        return all(known().__dict__.get("int8_shared") is shared for known, shared in self._int8)
+
+    def enter(self, undo: Undo) -> None:
+        """A training forward begins: refuses frozen layers, and connects the others with `undo`."""
+        self.is_hooked = False
+        for known, shared in self._int8:
+            module = known()
+            if module.training:  # before any other layer changes its state, such as a float norm before it
+                refuse_training(module, "the model was called in training mode")
+            shared.undo = undo
+            self.is_hooked = self.is_hooked or module.__dict__["hooked"]
+
+    def watched(self) -> set[int]:
+        """The modules that have an Undo of their own, by id()."""
+        return {id(known()) for known, *_ in self._seen if UNDO in known().__dict__}
+
 
 def _can_be_copied(buffer: Tensor) -> bool:
     return not (buffer.is_meta or buffer.layout is not torch.strided or is_lazy(buffer))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b
 
 
 # ---- the hooks around a forward --------------------------------------------------------------------------------------
@@ -351,5 +387,12 @@ def end_step(model: nn.Module) -> None:
 
 def _undos(model: nn.Module) -> set[Undo]:
     """Returns the Undos of the last training forwards of the model's int8 layers."""
-    shared = (module.__dict__.get("int8_shared") for module in model.modules())
-    return {known.undo for known in shared if isinstance(known, Shared) and known.undo is not None}
+    found, waiting = set(), [model]
+    while waiting:  # cheaper than model.modules()
+        module = waiting.pop()
+        shared = module.__dict__.get("int8_shared")
+        if isinstance(shared, Shared):
+            found.add(shared.undo)
+        elif module._modules:
+            waiting += [child for child in module._modules.values() if child is not None]
+    return {undo for undo in found if undo is not None}

@@ -39,24 +39,29 @@ _PLAIN = (Tensor, nn.Parameter, LazyActivation, Poolable)
 # ---- how a block begins ------------------------------------------------------------------------------------------------
 
 
+# Bound once: every block asks them all.
+_compiling = torch.compiler.is_compiling
+_tracing = torch._C._is_tracing
+_autocasts = torch.is_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
 def may_fuse(layer: Any, x: Tensor) -> bool:
     """Whether this call can run as a block."""
     block: Block | None = layer.int8_block
-    if block is None or torch.compiler.is_compiling() or torch._C._is_tracing() or type(x) not in _PLAIN:
+    if block is None or _compiling() or _tracing() or type(x) not in _PLAIN or x.dtype is not torch.float32:
         return False
-    if x.dtype != torch.float32 or not runs_blocks(x):
+    if not x.is_cpu and not runs_blocks(x):
         return False
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # the meta device has no autocast to ask about
+    if not x.is_meta and _autocasts(x.device.type):  # the meta device has no autocast to ask about
         return False
-    if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+    if forward_ad._current_level >= 0 or _dispatch_modes() or _transforms() is not None or _has_any_global_hook():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or _has_any_global_hook() or _is_hooked(layer):
-        return False
-    return not any(map(_is_hooked, block.swallowed))
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    for module in (layer, *block.swallowed):
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return False
+    return True
 
 
 def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Tensor:

@@ -199,7 +199,7 @@ class Int8Layer(_Base):
         else:
             ordinal = self.int8_shared.calls.ordinals.get(id(self), 0)
             self.int8_shared.calls.ordinals[id(self)] = ordinal + 1
-        self.int8_calls = ordinal + 1
+        self.__dict__["int8_calls"] = ordinal + 1  # nn.Module would search its parameters for the name
         return min(ordinal, CALL_SLOTS - 1)
 
     def backward_slot(self, slot: int) -> int:
