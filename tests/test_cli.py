@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from byteback.inspect.machine import why_no_bf16
 from byteback.ops.backends import paths
 
 
@@ -74,6 +75,8 @@ def test_doctor_names_the_paths_and_why() -> None:
         assert path in done.stdout
     assert "digits" in done.stdout and "cifar10" in done.stdout
     assert f"operators use the path {paths.available()[0]}" in done.stdout
+    if paths.available()[0].startswith("avx"):
+        assert "measured on registers" in done.stdout and "vpmaddubsw ymm" in done.stdout
 
 
 def test_the_bare_command_helps_and_the_version_is_told() -> None:
@@ -122,7 +125,10 @@ def test_bench_step_measures_both_sides_and_writes_its_figures(tmp_path: Path) -
     assert (result["model"], result["image_size"], result["batch"]) == ("resnet8", 16, 4)
     for name in ("ratio", "ratio_tuned_malloc", "fp32_ms", "int8_ms", "saved_ratio", "peak_ratio"):
         assert result[name] > 0, name
-    for side in ("fp32_ms", "int8_ms"):
+    has_bf16 = not why_no_bf16()
+    for name in ("bf16_ms", "ratio_bf16", "ratio_bf16_tuned_malloc"):
+        assert result[name] > 0 if has_bf16 else result[name] is None, name
+    for side in ("fp32_ms", "bf16_ms", "int8_ms") if has_bf16 else ("fp32_ms", "int8_ms"):
         parts = {name: part[side] for name, part in result["parts"].items()}
         phases = [parts[phase] for phase in ("data", "forward", "backward", "optimizer")]
         assert sum(phases) == pytest.approx(result[side], abs=0.01)

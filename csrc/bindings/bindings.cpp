@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // The native module. Only the files bindings_*.cpp use Python. Tensors are passed as raw addresses, by name and checked on the
 // Python side (ops/backends/cpu/addresses.py), shapes as structs (structs.h). The GIL is released while a kernel runs. This
-// file binds the paths and the products.
+// file binds the paths, the peaks of the machine and the products.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bindings/structs.h"
 #include "conv/conv.h"
 #include "conv/plan.h"
 #include "conv/self_check.h"
+#include "core/peak.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -51,6 +53,17 @@ std::tuple<std::string, std::string> explain(int path, int kind, const ConvShape
     return {name_of(plan.algorithm), plan.reason};
 }
 
+nb::dict peaks(int threads) {
+    std::vector<Peak> measured;
+    {
+        nb::gil_scoped_release unlocked;
+        measured = measure_peaks(threads);
+    }
+    nb::dict gmacs;
+    for (const Peak& peak : measured) gmacs[peak.instruction] = peak.gmacs;
+    return gmacs;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -59,6 +72,7 @@ NB_MODULE(_native, m) {
     m.def("is_compiled", [](int path) { return is_compiled(static_cast<Path>(path)); });
     m.def("cpu_supports", [](int path) { return cpu_supports(static_cast<Path>(path)); });
     m.def("self_check", [](int path) { return self_check(static_cast<Path>(path)); });
+    m.def("peaks", &peaks, "threads"_a);
     bind_structs(m);
     bind_product<conv_output>(m, "conv_output");
     bind_product<conv_grad_input>(m, "conv_grad_input");

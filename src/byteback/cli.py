@@ -5,8 +5,8 @@ byteback train            trains a network in float32 and in int8 with the same 
 byteback report           writes an HTML page about runs: table, curves, speed, memory, layers, gradients
 byteback eval             evaluates a checkpoint on the test images
 byteback recipes, models  lists the recipes, or the networks
-byteback bench step       times a training step of a network against PyTorch FP32, with its parts and its memory
-byteback bench growth     the same ratio for several batch sizes and image sizes
+byteback bench step       times a training step of a network against PyTorch FP32 and bf16, with its parts and its memory
+byteback bench growth     the same ratios for several batch sizes and image sizes
 byteback bench inference  times the forward pass in eval mode against PyTorch FP32
 byteback bench detect     times a training step of a detector, and the part of its network
 byteback bench kernels    times the three products of the layers of a network against PyTorch FP32

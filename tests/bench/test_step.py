@@ -59,16 +59,38 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(config: StepCon
 
 
 def test_sides_start_from_the_same_weights_and_data() -> None:
-    contiguous, last, int8 = (Side(TINY, v) for v in (Variant(False, False), Variant(False, True), Variant(True, True)))
+    contiguous, last, int8 = (Side(TINY, v) for v in (Variant("fp32", False), Variant("fp32", True), Variant("int8", True)))
     times, loss = contiguous.step()
     assert tuple(times) == PHASES and min(times.values()) > 0
     assert last.step()[1] == pytest.approx(loss, rel=1e-4)
     assert int8.step()[1] == pytest.approx(loss, rel=0.1)
 
 
+def test_bf16_is_autocast_around_forward_and_loss_of_a_float32_network() -> None:
+    seen: dict[str, object] = {}
+    bf16, fp32 = Side(TINY, Variant("bf16", True)), Side(TINY, Variant("fp32", True))
+    weight = next(bf16.model.parameters())
+    weight.register_hook(lambda grad: seen.update(backward=torch.is_autocast_enabled("cpu"), grad=grad.dtype))
+    bf16.model.register_forward_hook(lambda module, args, output: seen.update(output=output.dtype))
+    loss = bf16.step()[1]
+    assert seen == {"output": torch.bfloat16, "backward": False, "grad": torch.float32}
+    assert weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    assert loss != (exact := fp32.step()[1]) and loss == pytest.approx(exact, rel=0.02)
+
+
+@needs_torchvision
+@pytest.mark.parametrize("name", ["resnet18", "resnet20", "resnet50", "mobilenet_v2", "vgg16_bn", "inception_v3"])
+def test_every_network_of_the_readme_trains_in_bf16(name: str) -> None:
+    size = {"inception_v3": 80, "resnet50": 64, "mobilenet_v2": 64}.get(name, 32)
+    side = Side(Setting(name, size, 2, "unified-int8"), Variant("bf16", True))
+    losses = [side.step()[1] for _ in range(2)]
+    assert all(0 < loss < 100 for loss in losses)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in side.model.parameters())
+
+
 def test_a_recipe_can_have_options() -> None:
     setting = StepConfig(model="resnet20", batch=2, recipe="unified-int8:norm_memory=int8").setting()
-    side = Side(replace(TINY, recipe=setting.recipe), Variant(True, True))
+    side = Side(replace(TINY, recipe=setting.recipe), Variant("int8", True))
     recipes = {layer.recipe.norm_memory for layer in side.model.modules() if isinstance(layer, Int8Layer)}
     assert recipes == {"int8"}
     with pytest.raises(ValueError, match="the recipe is float32"):
@@ -78,13 +100,13 @@ def test_a_recipe_can_have_options() -> None:
 
 
 def test_a_job_survives_its_journey() -> None:
-    job = Job("memory", TINY, rounds=3, variant=Variant(True, False, fused=False))
+    job = Job("memory", TINY, rounds=3, variant=Variant("int8", False, fused=False))
     assert Job.from_json(job.to_json()) == job
     assert Job.from_json(Job("time", TINY).to_json()).variant is None
 
 
 def test_what_a_worker_says_of_its_failure_reaches_the_user() -> None:
-    job = Job("memory", replace(TINY, recipe="absent-int8"), variant=Variant(True, False))
+    job = Job("memory", replace(TINY, recipe="absent-int8"), variant=Variant("int8", False))
     with pytest.raises(RuntimeError, match=r"measuring memory of resnet8 failed.*absent-int8"):
         step.run_job(job, lambda *_: None)
 
@@ -113,11 +135,27 @@ def test_rounds_follow_from_the_time_there_is() -> None:
 def test_the_ratio_is_the_median_of_the_rounds_ratios() -> None:
     # Ratios 2, 4 and 1.5; the medians of the sides (30 and 10) would give 3.
     rounds = [
-        [{"forward": 20.0}, {"forward": 10.0}],
-        [{"forward": 40.0}, {"forward": 10.0}],
-        [{"forward": 30.0}, {"forward": 20.0}],
+        {"fp32": {"forward": 20.0}, "int8": {"forward": 10.0}},
+        {"fp32": {"forward": 40.0}, "int8": {"forward": 10.0}},
+        {"fp32": {"forward": 30.0}, "int8": {"forward": 20.0}},
     ]
-    assert step_worker._summary(rounds) == {"ratio": 2.0, "fp32_ms": 30.0, "int8_ms": 10.0}
+    expected = {"ratio": 2.0, "ratio_bf16": None, "fp32_ms": 30.0, "bf16_ms": None, "int8_ms": 10.0}
+    assert step_worker._summary(rounds) == expected
+    rounds = [{**row, "bf16": {"forward": ms}} for row, ms in zip(rounds, (10.0, 15.0, 40.0), strict=True)]  # 1, 1.5 and 2
+    assert step_worker._summary(rounds) == {**expected, "ratio_bf16": 1.5, "bf16_ms": 15.0}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_sides_take_turns_with_every_float_side_in_its_faster_format(bf16: bool) -> None:
+    said: list[str] = []
+    result = step_worker.measure_time(Job("time", TINY, rounds=2, bf16=bf16), lambda done, total, text: said.append(text))
+    sides = ["fp32", "bf16", "int8"] if bf16 else ["fp32", "int8"]
+    assert list(result["formats"]) == list(result["channels_last"]) == list(result["operators"]) == sides
+    assert said.count(f"{', '.join(sides)} in turns") == 2
+    tried = {f"{numbers} {layout}" for numbers in sides[:-1] for layout in ("contiguous", "channels_last")}
+    assert set(result["warm_ms"]) == {*tried, "int8 channels_last"}
+    assert all(set(part) == {f"{numbers}_ms" for numbers in sides} for part in result["parts"].values())
+    assert (result["ratio_bf16"] is not None) == (result["bf16_ms"] is not None) == bf16
 
 
 @dataclass
@@ -146,15 +184,19 @@ def test_parts_are_found_by_phase_and_kind() -> None:
     assert by_operator["python"] == 0.05
 
 
-def worker_results() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def worker_results(bf16: bool = False) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     timed = {
         **{"ratio": 2.0, "fp32_ms": 20.0, "int8_ms": 10.0, "rounds": 5, "path": "avx2", "threads": 2, "capability": "AVX2"},
         **{"malloc": "glibc, default", "formats": {"fp32": "contiguous", "int8": "channels_last"}},
-        **{"parts": {"forward": {"fp32_ms": 20.0, "int8_ms": 10.0}}, "operators": {}},
+        **{"parts": {"forward": {"fp32_ms": 20.0, "int8_ms": 10.0}}, "operators": {}, "bf16_ms": None, "ratio_bf16": None},
     }
     side = {"saved": 100, "saved_by_dtype": {"float32": [1, 100]}, "peak": 400, "losses": [2.0, 1.0, 0.5]}
     memory = {"fp32": side, "int8": {**side, "saved": 40, "peak": 300}, "unfused": {**side, "losses": [2.0, 1.0, 0.52]}}
-    return timed, {**timed, "ratio": 2.5}, memory
+    if bf16:
+        timed |= {"bf16_ms": 15.0, "ratio_bf16": 1.5, "formats": {**timed["formats"], "bf16": "channels_last"}}
+        timed["parts"] = {"forward": {"fp32_ms": 20.0, "bf16_ms": 15.0, "int8_ms": 10.0}}
+        memory["bf16"] = side
+    return timed, {**timed, "ratio": 2.5, "ratio_bf16": 1.25 if bf16 else None}, memory
 
 
 def test_ratios_of_memory_are_int8_to_fp32() -> None:
@@ -164,6 +206,23 @@ def test_ratios_of_memory_are_int8_to_fp32() -> None:
     assert (result["ratio"], result["ratio_tuned_malloc"]) == (2.0, 2.5)
     memory["fp32"] = {**memory["fp32"], "peak": None}
     assert step.figures(TINY, plain, tuned, memory)["peak_ratio"] is None
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_both_ratios_are_shown_where_there_is_bf16(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, tuned, memory = worker_results(bf16)
+    monkeypatch.setattr(step.machine, "why_no_bf16", lambda: "" if bf16 else "this CPU has none")
+    monkeypatch.setattr(step, "measure", lambda config, setting, console: step.figures(setting, plain, tuned, memory))
+    output = io.StringIO()
+    step.run(StepConfig(model="resnet8"), Console(file=output, width=180))
+    said = output.getvalue()
+    assert ("bf16 autocast is left out: this CPU has none" in said) is not bf16
+    for words in ("faster than bf16", "bf16 ms", "1.50x", "1.25x", "15.0"):
+        assert (words in said) is bf16, words
+    assert "faster than fp32" in said and "2.00x" in said and "2.50x" in said
+    figures = step.figures(TINY, plain, tuned, memory)
+    expected = (15.0, 1.5, 1.25) if bf16 else (None, None, None)
+    assert tuple(figures[name] for name in ("bf16_ms", "ratio_bf16", "ratio_bf16_tuned_malloc")) == expected
 
 
 @pytest.mark.parametrize(

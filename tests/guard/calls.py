@@ -24,6 +24,7 @@ WITHOUT_MEMORY = {
     "is_compiled": "asks about a path",
     "cpu_supports": "asks about a path",
     "self_check": "makes its own operands; make sanitize watches them",
+    "peaks": "multiplies registers and reads no memory",
     "explain": "asks the planner about a shape",
     "pool_lend": "hands memory out and reads none",
     "pool_offer": "hands memory back",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`byteback bench growth`: the speed-up of a training step for several batch sizes and image sizes.
 
-Every cell is the median ratio of float32 (in its faster memory format) to int8. Both alternate in one process, with malloc
-tuned.
+Every cell is the median ratio of float32 (in its faster memory format) to int8, and in a second table that of bf16 autocast to
+int8, on a CPU with bfloat16 instructions. The sides take turns in one process, with malloc tuned.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import statistics as stats
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +18,17 @@ from rich.console import Console
 from rich.progress import track
 
 from byteback import tables
-from byteback.bench.training_step import Setting, Side, Variant
+from byteback.bench.training_step import Numbers, Setting, Side, Variant
+from byteback.inspect import machine
 from byteback.inspect.memory import tune_malloc
+
+_TITLES = {"fp32": "FP32", "bf16": "bf16 autocast"}
+_WARM, _MIN_ROUNDS = 2, 3
 
 
 @dataclass(frozen=True)
 class GrowthConfig:
-    """Time a training step against PyTorch FP32 for several batch sizes and image sizes."""
+    """Time a training step against PyTorch FP32 and bf16 autocast for several batch sizes and image sizes."""
 
     model: str = "resnet18"
     """Name of the network, as in `byteback bench step`."""
@@ -44,37 +49,50 @@ class GrowthConfig:
 def run(config: GrowthConfig, console: Console) -> None:
     """Runs the command."""
     tune_malloc()
+    why = machine.why_no_bf16()
+    if why:
+        console.print(f"bf16 autocast is left out: {why}\n")
+    others: list[Numbers] = ["fp32"] if why else ["fp32", "bf16"]
     pairs = [(b, i) for b in config.batches for i in config.images if b * i * i <= config.most_pixels]
-    ratios: dict[tuple[int, int], float] = {}
+    cells: dict[tuple[int, int], dict[str, float]] = {}
     for batch, image in track(pairs, description="batch x image", console=console, transient=True):
-        ratios[batch, image] = step_ratio(Setting(config.model, image, batch, config.recipe), config.seconds)
-    rows = [
-        [str(batch), *(f"{ratios[batch, i]:.2f}x" if (batch, i) in ratios else "-" for i in config.images)]
-        for batch in config.batches
-    ]
-    title = f"{config.model}, {config.recipe}: a training step against PyTorch FP32, malloc tuned"
-    console.print(tables.build(title, ["batch", *(f"{image} pixels" for image in config.images)], rows))
+        cells[batch, image] = step_ratios(Setting(config.model, image, batch, config.recipe), others, config.seconds)
+    for numbers in others:
+        rows = [
+            [str(batch), *(f"{cells[batch, i][numbers]:.2f}x" if (batch, i) in cells else "-" for i in config.images)]
+            for batch in config.batches
+        ]
+        title = f"{config.model}, {config.recipe}: a training step against PyTorch {_TITLES[numbers]}, malloc tuned"
+        console.print(tables.build(title, ["batch", *(f"{image} pixels" for image in config.images)], rows))
     if config.json:
-        cells = [{"batch": batch, "image_size": image, "ratio": ratio} for (batch, image), ratio in ratios.items()]
-        config.json.write_text(json.dumps({"model": config.model, "recipe": config.recipe, "cells": cells}, indent=2) + "\n")
+        results = [
+            {"batch": batch, "image_size": image, "ratio": ratios["fp32"], "ratio_bf16": ratios.get("bf16")}
+            for (batch, image), ratios in cells.items()
+        ]
+        config.json.write_text(json.dumps({"model": config.model, "recipe": config.recipe, "cells": results}, indent=2) + "\n")
 
 
-def step_ratio(setting: Setting, seconds: float) -> float:
-    """Returns the median of the time of float32 divided by that of int8."""
-    floats = [Side(setting, Variant(False, last)) for last in (False, True)]
-    int8 = Side(setting, Variant(True, True))
-    warm = [min(_milliseconds(side) for _ in range(2)) for side in (*floats, int8)]
-    float32 = floats[0] if warm[0] < warm[1] else floats[1]
-    del floats
-    return _alternate(float32, int8, seconds)
+def step_ratios(setting: Setting, others: Sequence[Numbers], seconds: float) -> dict[str, float]:
+    """Returns for each of the others the median of its time divided by that of int8."""
+    chosen = {numbers: _faster(setting, numbers) for numbers in others}
+    int8 = Side(setting, Variant("int8", True))
+    for _ in range(_WARM):
+        int8.step()
+    ratios: dict[str, list[float]] = {numbers: [] for numbers in others}
+    rounds, until = 0, time.perf_counter() + seconds
+    while rounds < _MIN_ROUNDS or time.perf_counter() < until:
+        round_ms = {numbers: _milliseconds(side) for numbers, side in chosen.items()}
+        int8_ms = _milliseconds(int8)
+        for numbers, ms in round_ms.items():
+            ratios[numbers].append(ms / int8_ms)
+        rounds += 1
+    return {numbers: stats.median(values) for numbers, values in ratios.items()}
 
 
-def _alternate(float32: Side, int8: Side, seconds: float) -> float:
-    ratios: list[float] = []
-    until = time.perf_counter() + seconds
-    while len(ratios) < 3 or time.perf_counter() < until:
-        ratios.append(_milliseconds(float32) / _milliseconds(int8))
-    return stats.median(ratios)
+def _faster(setting: Setting, numbers: Numbers) -> Side:
+    """Returns the side in the memory format that is faster after it has warmed up."""
+    sides = [Side(setting, Variant(numbers, last)) for last in (False, True)]
+    return min(sides, key=lambda side: min(_milliseconds(side) for _ in range(_WARM)))
 
 
 def _milliseconds(side: Side) -> float:

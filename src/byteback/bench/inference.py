@@ -62,8 +62,8 @@ def run(config: InferenceConfig, console: Console) -> None:
 
 def measure(setting: Setting, seconds: float) -> tuple[float, float, float]:
     """Returns the milliseconds of float32 and int8, and the median ratio."""
-    floats = [_evaluated(setting, Variant(False, last)) for last in (False, True)]
-    int8 = _evaluated(setting, Variant(True, True))
+    floats = [_evaluated(setting, Variant("fp32", last)) for last in (False, True)]
+    int8 = _evaluated(setting, Variant("int8", True))
     images = {id(side): side.images[: setting.batch].contiguous(memory_format=side.layout) for side in (*floats, int8)}
 
     def milliseconds(side: Side) -> float:
@@ -87,6 +87,6 @@ def _evaluated(setting: Setting, variant: Variant) -> Side:
     for _ in range(_TRAINED):
         side.step()
     side.model.eval()
-    if variant.int8:
+    if variant.numbers == "int8":
         byteback.freeze(side.model)
     return side

@@ -6,6 +6,7 @@ over rounds. PyTorch uses the faster of contiguous and channels_last. The int8 s
 quantizing and packing the weight; a second ratio also includes the clip and quantization of the activation or gradient.
 Layers that fall back to float (nn/float_table.py) are timed like the others and marked: their ratio is still that of the int8
 kernel, and a second geometric mean counts them as 1.0, which is what a user gets. malloc is tuned for both sides by default.
+The machine's peaks are measured first, and "of peak" is the share of them that a kernel reaches (peaks.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from byteback import ops, tables
+from byteback.bench import peaks
 from byteback.bench.shapes import ConvCase, cases
+from byteback.inspect import machine
 from byteback.inspect.memory import tune_malloc
 from byteback.nn.layers.float_table import why_float
 from byteback.ops.backends import paths
@@ -77,7 +80,7 @@ class Timing:
 
     @property
     def gmacs(self) -> float:
-        """Effective billions of multiplications per second."""
+        """Billions of multiplications per second, as the textbook counts them."""
         return self.case.macs / self.int8_ms / 1e6
 
 
@@ -214,22 +217,15 @@ def summarize(timings: list[Timing]) -> dict[str, object]:
     }
 
 
-def _fp32_peak() -> float:
-    """Measures billions of multiplications per second in a large float32 matrix product."""
-    a = torch.randn(1536, 1536)
-    best = min(_timed(lambda: a @ a) for _ in range(8))
-    return 1536**3 / best / 1e6
-
-
 def run(config: KernelsConfig, console: Console) -> list[Timing]:
     """Runs the command."""
     if config.malloc == "tuned":
         tune_malloc()
-    peak = _fp32_peak()
+    measured_peaks = machine.peaks(torch.get_num_threads())
     console.print(
-        f"path [bold]{paths.current()}[/], {torch.get_num_threads()} threads, {config.malloc} malloc, fp32 peak about "
-        f"{peak:.0f} GMAC/s (PyTorch uses {torch.backends.cpu.get_cpu_capability()}); ratios are against the faster of "
-        "contiguous and channels_last FP32, median of interleaved rounds\n"
+        f"path [bold]{paths.current()}[/], {torch.get_num_threads()} threads, {config.malloc} malloc, PyTorch uses "
+        f"{torch.backends.cpu.get_cpu_capability()}; ratios are against the faster of contiguous and channels_last FP32, "
+        f"median of interleaved rounds\npeaks in GMAC/s, from registers: {peaks.describe(measured_peaks)}\n"
     )
     timings: list[Timing] = []
     for network in config.shapes:
@@ -244,7 +240,7 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
                 rows.append(
                     [str(case), t.case.kind, t.product, t.kernel + (" (falls back to float)" if t.falls_back else "")]
                     + [f"{t.int8_ms:.2f}", f"{t.float_ms:.2f}", f"{t.ratio:.2f}", f"{t.ratio_with_quantize:.2f}"]
-                    + [f"{t.gmacs:.0f}", f"{t.gmacs / peak:.0%}"]
+                    + [f"{t.gmacs:.0f}", _percent(peaks.share(measured_peaks, t.kernel, t.gmacs))]
                     + ([_reason(case, t)] if config.explain else [])
                 )
         columns = ["shape", "class", "product", "kernel", "int8 ms", "fp32 ms", "ratio", "+quantize", "GMAC/s", "of peak"]
@@ -261,10 +257,18 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
             f"those counted as 1.0: all {summary['geomean_served']}"
         )
     if config.json:
-        details = [{**asdict(t), "case": str(t.case), "kind": t.case.kind, "float_serves": t.falls_back} for t in timings]
-        config.json.write_text(json.dumps({**summary, "layers": details}, indent=2) + "\n")
+        details = [
+            {**asdict(t), "case": str(t.case), "kind": t.case.kind, "float_serves": t.falls_back}
+            | {"gmacs": t.gmacs, "of_peak": peaks.share(measured_peaks, t.kernel, t.gmacs)}
+            for t in timings
+        ]
+        config.json.write_text(json.dumps({**summary, "peaks": measured_peaks, "layers": details}, indent=2) + "\n")
         console.print(f"written to {config.json}")
     return timings
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _summary_rows(summary: dict[str, object]) -> list[list[str]]:

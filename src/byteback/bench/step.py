@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`byteback bench step`: times a whole training step of a network, int8 against PyTorch FP32.
+"""`byteback bench step`: times a whole training step of a network, int8 against PyTorch FP32 and bf16 autocast.
 
-The step is the loop of the README: data, loss, backward, optimizer with its learning-rate hook. Both sides alternate in one
-process, float32 in its faster memory format, and the ratio is the median over rounds. It is measured with default malloc and
-with tuned malloc, each in a separate process. Further processes measure the memory of each side.
+The step is the loop of the README: data, loss, backward, optimizer with its learning-rate hook. The sides take turns in one
+process, float32 and bf16 in their faster memory format, and a ratio is the median over rounds. It is measured with default
+malloc and with tuned malloc, each in a separate process. Further processes measure the memory of each side. A CPU without
+bfloat16 instructions has no bf16 side.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from byteback import models, tables
 from byteback.bench.shapes import NETWORKS
 from byteback.bench.step_worker import Job
 from byteback.bench.training_step import CAN_FUSE, Setting, Variant
+from byteback.inspect import machine
 from byteback.suggestions import unknown
 from byteback.train.variants import parse
 
@@ -38,11 +40,12 @@ DEFAULTS = {
 }
 _ELSE = (224, 16)
 LOSS_TOLERANCE = 0.02
+_TIMES = ("ratio", "ratio_bf16", "fp32_ms", "bf16_ms", "int8_ms")  # None for a bf16 that the CPU does not have
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Time a network's whole training step in int8 against PyTorch FP32, part by part, and measure its memory."""
+    """Time a network's training step in int8 against PyTorch FP32 and bf16 autocast, part by part, and measure its memory."""
 
     model: str = "resnet18"
     """resnet18, resnet20, resnet50, resnet56, mobilenet_v2, vgg16_bn, inception_v3, r3d_18, or any of torchvision's."""
@@ -59,9 +62,9 @@ class StepConfig:
     seconds: float = 20.0
     """Approximate duration of all rounds with one malloc setting."""
     compile: bool = False
-    """Also run FP32 with torch.compile, and use the fastest."""
+    """Also run FP32 and bf16 with torch.compile, and use the fastest."""
     explain: bool = False
-    """Also list the slowest operators of both sides."""
+    """Also list the slowest operators of every side."""
 
     def setting(self) -> Setting:
         """Checks the flags. Returns the network and its sizes, without building it."""
@@ -155,21 +158,19 @@ def measure(config: StepConfig, setting: Setting, console: Console) -> dict[str,
             progress.update(task, completed=1, total=1, text="done")
             return result
 
-        timing = {"rounds": config.rounds, "seconds": config.seconds, "compile": config.compile}
+        bf16 = not machine.why_no_bf16()
+        timing = {"rounds": config.rounds, "seconds": config.seconds, "compile": config.compile, "bf16": bf16}
         plain = do("default malloc", Job("time", setting, **timing))  # type: ignore[arg-type]
         tuned = do("tuned malloc", Job("time", setting, tuned_malloc=True, parts=False, **timing))  # type: ignore[arg-type]
-        variants = {
-            "fp32": Variant(False, plain["fp32_channels_last"]),
-            "int8": Variant(True, plain["int8_channels_last"]),
-        }
+        variants = {numbers: Variant(numbers, last) for numbers, last in plain["channels_last"].items()}
         if CAN_FUSE:
-            variants["unfused"] = Variant(True, plain["int8_channels_last"], fused=False)
+            variants["unfused"] = Variant("int8", plain["channels_last"]["int8"], fused=False)
         memory = {name: do(f"memory {name}", Job("memory", setting, variant=v)) for name, v in variants.items()}
     return figures(setting, plain, tuned, memory)
 
 
 def figures(setting: Setting, plain: dict[str, Any], tuned: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
-    """Returns the contents of the JSON file. Ratios of time are FP32 / int8, ratios of memory int8 / FP32."""
+    """Returns the contents of the JSON file. Ratios of time are FP32 (or bf16) / int8, ratios of memory int8 / FP32."""
     fp32, int8 = memory["fp32"], memory["int8"]
     losses = {name: result["losses"] for name, result in memory.items()}
     peaks = (fp32["peak"], int8["peak"])
@@ -178,12 +179,8 @@ def figures(setting: Setting, plain: dict[str, Any], tuned: dict[str, Any], memo
         "image_size": setting.image_size,
         "batch": setting.batch,
         "recipe": setting.recipe,
-        "ratio": plain["ratio"],
-        "ratio_tuned_malloc": tuned["ratio"],
-        "fp32_ms": plain["fp32_ms"],
-        "int8_ms": plain["int8_ms"],
-        "fp32_ms_tuned_malloc": tuned["fp32_ms"],
-        "int8_ms_tuned_malloc": tuned["int8_ms"],
+        **{name: plain[name] for name in _TIMES},
+        **{f"{name}_tuned_malloc": tuned[name] for name in _TIMES},
         "saved_ratio": int8["saved"] / fp32["saved"],
         "peak_ratio": peaks[1] / peaks[0] if all(peaks) else None,
         "parts": plain["parts"],
@@ -219,6 +216,8 @@ def run(config: StepConfig, console: Console) -> bool:
     console.print(
         f"[bold]{setting.model}[/], {'x'.join(map(str, setting.sample[1:]))} pixels, batch {setting.batch}, {setting.recipe}\n"
     )
+    if why := machine.why_no_bf16():
+        console.print(f"bf16 autocast is left out: {why}\n")
     result = measure(config, setting, console)
     show(result, console, config.explain)
     if config.json:
@@ -229,20 +228,14 @@ def run(config: StepConfig, console: Console) -> bool:
 
 def show(result: dict[str, Any], console: Console, explain: bool) -> None:
     """Prints the results as tables."""
+    formats = ", ".join(f"{numbers} {form}" for numbers, form in result["formats"].items())
     console.print(
         f"path [bold]{result['path']}[/], {result['threads']} threads, PyTorch uses {result['capability']}; median of "
-        f"{result['rounds']} interleaved rounds; FP32 {result['formats']['fp32']}, int8 {result['formats']['int8']}\n"
+        f"{result['rounds']} interleaved rounds; {formats}\n"
     )
-    ms = [[result[f"{side}_ms{suffix}"] for side in ("fp32", "int8")] for suffix in ("", "_tuned_malloc")]
-    rows = [
-        [malloc, f"{fp32:.1f}", f"{int8:.1f}", f"{ratio:.2f}x"]
-        for malloc, (fp32, int8), ratio in zip(
-            (result["malloc"], result["malloc_tuned"]), ms, (result["ratio"], result["ratio_tuned_malloc"]), strict=True
-        )
-    ]
-    console.print(tables.build("A training step", ["malloc", "fp32 ms", "int8 ms", "int8 is faster"], rows))
+    console.print(tables.build("A training step", *_time_table(result)))
     console.print()
-    console.print(tables.build("Where the time goes (default malloc)", _PART_COLUMNS, _part_rows(result)))
+    console.print(tables.build("Where the time goes (default malloc)", *_part_table(result)))
     console.print()
     columns = ["", *result["saved_bytes"], "int8 / fp32"]
     console.print(tables.build("Memory, MB", columns, _memory_rows(result)))
@@ -254,21 +247,31 @@ def show(result: dict[str, Any], console: Console, explain: bool) -> None:
     console.print(f"\n{_losses(result)}")
 
 
-_PART_COLUMNS = ["part", "fp32 ms", "int8 ms", "of int8"]
+def _time_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Returns columns and rows: the milliseconds of the sides, and how many times faster int8 is than the others."""
+    ratios = {"fp32": "ratio", "bf16": "ratio_bf16"}
+    others = [numbers for numbers in ratios if numbers in result["formats"]]
+    columns = ["malloc", *(f"{numbers} ms" for numbers in (*others, "int8")), *(f"faster than {numbers}" for numbers in others)]
+    rows = [
+        [malloc, *(f"{result[f'{numbers}_ms{suffix}']:.1f}" for numbers in (*others, "int8"))]
+        + [f"{result[ratios[numbers] + suffix]:.2f}x" for numbers in others]
+        for malloc, suffix in ((result["malloc"], ""), (result["malloc_tuned"], "_tuned_malloc"))
+    ]
+    return columns, rows
 
 
-def _part_rows(result: dict[str, Any]) -> list[list[str]]:
-    """Returns the phases in order, each followed by its kinds of operators that take a relevant time on either side."""
+def _part_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Returns columns and rows: the phases in order, each followed by its kinds of operators that take a relevant time."""
+    sides = [f"{numbers}_ms" for numbers in result["formats"]]
     rows = []
     for phase in ("data", "forward", "backward", "optimizer"):
         own = {name: part for name, part in result["parts"].items() if name == phase or name.startswith(f"{phase}: ")}
         for name, part in sorted(own.items(), key=lambda item: (item[0] != phase, -item[1]["int8_ms"])):
-            fp32, int8 = part["fp32_ms"], part["int8_ms"]
-            if name != phase and fp32 < 0.005 * result["fp32_ms"] and int8 < 0.005 * result["int8_ms"]:
+            if name != phase and all(part[side] < 0.005 * result[side] for side in sides):
                 continue
             label = name if name == phase else f"  {name.split(': ')[1]}"
-            rows.append([label, f"{fp32:.1f}", f"{int8:.1f}", f"{int8 / result['int8_ms']:.0%}"])
-    return rows
+            rows.append([label, *(f"{part[side]:.1f}" for side in sides), f"{part['int8_ms'] / result['int8_ms']:.0%}"])
+    return ["part", *(f"{numbers} ms" for numbers in result["formats"]), "of int8"], rows
 
 
 def _memory_rows(result: dict[str, Any]) -> list[list[str]]:

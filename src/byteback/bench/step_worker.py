@@ -22,7 +22,7 @@ import torch
 
 import byteback
 from byteback.bench import step_parts
-from byteback.bench.training_step import PHASES, Setting, Side, Variant
+from byteback.bench.training_step import PHASES, Numbers, Setting, Side, Variant
 from byteback.inspect.memory import peak_growth, resident, tune_malloc
 from byteback.ops.backends import paths
 
@@ -45,6 +45,7 @@ class Job:
     seconds: float = 20.0
     parts: bool = True  # whether to also split the time by phase and kind
     compile: bool = False
+    bf16: bool = False  # whether to also time bf16 autocast
     variant: Variant | None = None  # for memory
 
     def to_json(self) -> str:
@@ -69,16 +70,14 @@ def malloc_name(tuned: bool) -> str:
 
 
 def measure_time(job: Job, say: Say) -> dict[str, Any]:
-    """Times steps of float32 in its faster memory format and of int8 in channels_last, interleaved."""
-    floats = [
-        Variant(False, last, compiled) for compiled in ((False, True) if job.compile else (False,)) for last in (False, True)
-    ]
-    int8s = [Variant(True, True)]  # kernels read channels_last; contiguous models need conversions at their input and output
-    total = _WARM * (len(floats) + len(int8s))
+    """Times steps of float32 and bf16, each in its faster memory format, and of int8 in channels_last, interleaved."""
+    groups = _variants(job)
+    total = _WARM * sum(map(len, groups.values()))
     done = 0
-    chosen: list[Side] = []
-    rivals: dict[str, float] = {}
-    for variants in (floats, int8s):
+    chosen: dict[str, Side] = {}
+    warm: dict[str, float] = {}
+    round_ms = 0.0
+    for numbers, variants in groups.items():
         best: tuple[float, Side] | None = None
         for variant in variants:
             side = Side(job.setting, variant)
@@ -88,58 +87,72 @@ def measure_time(job: Job, say: Say) -> dict[str, Any]:
                 if step < 2 or best is None or min(times[1:]) < _HOPELESS * best[0]:
                     times.append(sum(side.step()[0].values()))
             done += _WARM
-            fastest = min(times[1:])
-            rivals[_name(variant)] = fastest
+            fastest = warm[_name(variant)] = min(times[1:])
             if best is None or fastest < best[0]:
                 best = (fastest, side)
             del side
         assert best is not None
-        chosen.append(best[1])
-    round_ms = sum(min(ms for name, ms in rivals.items() if name.startswith(kind)) for kind in ("fp32", "int8"))
+        round_ms += best[0]
+        chosen[numbers] = best[1]
     rounds = job.rounds or min(max(int(1e3 * job.seconds / round_ms), MIN_ROUNDS), MAX_ROUNDS)
     total = done + rounds
-    samples: list[list[dict[str, float]]] = []
+    samples: list[dict[str, dict[str, float]]] = []
     for index in range(rounds):
-        say(done + index, total, "fp32 and int8 in turns")
-        samples.append([side.step()[0] for side in chosen])
+        say(done + index, total, f"{', '.join(chosen)} in turns")
+        samples.append({numbers: side.step()[0] for numbers, side in chosen.items()})
     say(total, total, "where the time goes")
     parts = _parts(chosen, samples) if job.parts else {}
-    return {**_summary(samples), **parts, "rounds": rounds, "warm_ms": rivals} | {
-        "formats": {"fp32": str(chosen[0].variant), "int8": str(chosen[1].variant)},
-        "fp32_channels_last": chosen[0].variant.channels_last,
-        "int8_channels_last": chosen[1].variant.channels_last,
+    return {**_summary(samples), **parts, "rounds": rounds, "warm_ms": warm} | {
+        "formats": {numbers: str(side.variant) for numbers, side in chosen.items()},
+        "channels_last": {numbers: side.variant.channels_last for numbers, side in chosen.items()},
     }
+
+
+def _variants(job: Job) -> dict[str, list[Variant]]:
+    """Returns numbers -> the variants of which the fastest is timed, in the order of the turns."""
+    compiled = (False, True) if job.compile else (False,)
+
+    def floats(numbers: Numbers) -> list[Variant]:
+        return [Variant(numbers, last, c) for c in compiled for last in (False, True)]
+
+    # Our kernels read channels_last; contiguous models need conversions at their input and output.
+    int8 = Variant("int8", True)
+    return {"fp32": floats("fp32"), **({"bf16": floats("bf16")} if job.bf16 else {}), "int8": [int8]}
 
 
 def _name(variant: Variant) -> str:
-    return f"{'int8' if variant.int8 else 'fp32'} {variant}"
+    return f"{variant.numbers} {variant}"
 
 
-def _summary(samples: list[list[dict[str, float]]]) -> dict[str, Any]:
-    whole = [[sum(phases.values()) for phases in row] for row in samples]
-    return {
-        "ratio": stats.median(row[0] / row[1] for row in whole),
-        "fp32_ms": stats.median(row[0] for row in whole),
-        "int8_ms": stats.median(row[1] for row in whole),
-    }
+def _summary(samples: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """Returns the median milliseconds of every side, and those of the ratios to int8 in a round. What was not timed is None."""
+    whole = [{numbers: sum(phases.values()) for numbers, phases in row.items()} for row in samples]
+
+    def median(numbers: str, ratio: bool) -> float | None:
+        if numbers not in whole[0]:
+            return None
+        return stats.median(row[numbers] / (row["int8"] if ratio else 1.0) for row in whole)
+
+    milliseconds = {f"{numbers}_ms": median(numbers, False) for numbers in ("fp32", "bf16", "int8")}
+    return {"ratio": median("fp32", True), "ratio_bf16": median("bf16", True), **milliseconds}
 
 
-def _parts(chosen: list[Side], samples: list[list[dict[str, float]]]) -> dict[str, Any]:
-    """Returns phase -> milliseconds of both sides, and the same for the kinds of operators in it."""
+def _parts(chosen: dict[str, Side], samples: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """Returns phase -> milliseconds of every side, and the same for the kinds of operators in it."""
     parts: dict[str, dict[str, float]] = {}
     operators: dict[str, dict[str, float]] = {}
-    for number, (label, side) in enumerate(zip(("fp32", "int8"), chosen, strict=True)):
-        phase_ms = {phase: stats.median(row[number][phase] for row in samples) for phase in PHASES}
+    for numbers, side in chosen.items():
+        phase_ms = {phase: stats.median(row[numbers][phase] for row in samples) for phase in PHASES}
         kinds, by_operator = step_parts.shares(side, steps=1 if sum(phase_ms.values()) > 1e3 else 3)
-        operators[label] = {name: share * sum(phase_ms.values()) for name, share in list(by_operator.items())[:16]}
+        operators[numbers] = {name: share * sum(phase_ms.values()) for name, share in list(by_operator.items())[:16]}
         for phase in PHASES:
-            parts.setdefault(phase, {})[f"{label}_ms"] = phase_ms[phase]
+            parts.setdefault(phase, {})[f"{numbers}_ms"] = phase_ms[phase]
             for kind, share in kinds[phase].items():
                 if phase in ("forward", "backward"):
-                    parts.setdefault(f"{phase}: {kind}", {})[f"{label}_ms"] = share * phase_ms[phase]
+                    parts.setdefault(f"{phase}: {kind}", {})[f"{numbers}_ms"] = share * phase_ms[phase]
     for values in parts.values():
-        values.setdefault("fp32_ms", 0.0)
-        values.setdefault("int8_ms", 0.0)
+        for numbers in chosen:
+            values.setdefault(f"{numbers}_ms", 0.0)
     return {"parts": parts, "operators": operators}
 
 
@@ -162,7 +175,8 @@ def measure_memory(job: Job, say: Say) -> dict[str, Any]:
 
     peak = peak_growth(train, base)
     images, _ = sides[0].batch()
-    report = byteback.memory(sides[0].model, images)
+    with sides[0].autocast():
+        report = byteback.memory(sides[0].model, images)
     # All storages that the hooks see, including the float weights that FP32 needs for its input gradients: int8 stores copies.
     saved = report.saved + report.parameters
     return {"losses": losses, "peak": peak, "saved": saved, "saved_by_dtype": report.saved_by_dtype}

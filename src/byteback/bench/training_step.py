@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import inspect
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from byteback import models
 from byteback.torchvision_compat import load
 from byteback.train.variants import parse
 
+Numbers = Literal["fp32", "bf16", "int8"]
 PHASES = ("data", "forward", "backward", "optimizer")
 FRAMES = 16  # of a clip, for networks that take video
 CAN_FUSE = "fuse" in inspect.signature(byteback.prepare).parameters
@@ -25,7 +27,7 @@ _POOL = 2  # each batch is drawn from this many batches of images
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings that both sides share."""
+    """The settings that all sides share."""
 
     model: str
     image_size: int
@@ -51,9 +53,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the step: float32 or int8, contiguous or channels_last, compiled or not, fused or not."""
+    """One way to run the step: its numbers, contiguous or channels_last, compiled or not, fused or not."""
 
-    int8: bool
+    numbers: Numbers
+    """fp32; bf16, which is a float32 network under autocast; or int8."""
     channels_last: bool
     compiled: bool = False
     fused: bool = True
@@ -72,7 +75,7 @@ def is_video(name: str, image_size: int) -> bool:
 
 
 class Side:
-    """A network of one variant in training. Two sides of one setting start from the same weights and use the same data."""
+    """A network of one variant in training. All sides of one setting start from the same weights and use the same data."""
 
     def __init__(self, setting: Setting, variant: Variant) -> None:
         torch.manual_seed(setting.seed)
@@ -81,13 +84,13 @@ class Side:
         last = torch.channels_last if axes == 3 else torch.channels_last_3d
         self.layout = last if variant.channels_last else torch.contiguous_format
         self.model = setting.build().to(memory_format=self.layout)  # type: ignore[call-overload]
-        if variant.int8:
+        if variant.numbers == "int8":
             options: dict[str, Any] = {} if variant.fused or not CAN_FUSE else {"fuse": False}
             recipe = parse(setting.recipe).recipe
-            assert recipe is not None  # float32 is the other side
+            assert recipe is not None  # float32 is another side
             byteback.prepare(self.model, recipe, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-        if variant.int8:
+        if variant.numbers == "int8":
             byteback.scale_learning_rates(self.optimizer, self.model)
         self.call = torch.compile(self.model) if variant.compiled else self.model
         self.draw = torch.Generator().manual_seed(setting.seed)
@@ -101,6 +104,10 @@ class Side:
         chosen = torch.randperm(len(self.labels), generator=self.draw)[: self.setting.batch]
         return self.images[chosen].to(memory_format=self.layout), self.labels[chosen]
 
+    def autocast(self) -> AbstractContextManager[object]:
+        """What forward and loss run in: for bf16 autocast, as PyTorch's documentation recommends, else nothing."""
+        return torch.autocast("cpu", torch.bfloat16) if self.variant.numbers == "bf16" else nullcontext()
+
     def step(self) -> tuple[dict[str, float], float]:
         """Runs one iteration of the loop. Returns (milliseconds of each phase, loss)."""
         marks = [time.perf_counter()]
@@ -111,7 +118,7 @@ class Side:
         with torch.profiler.record_function(PHASES[0]):
             images, labels = self.batch()
         mark()
-        with torch.profiler.record_function(PHASES[1]):
+        with torch.profiler.record_function(PHASES[1]), self.autocast():
             loss = F.cross_entropy(self.call(images), labels)
         mark()
         with torch.profiler.record_function(PHASES[2]):

@@ -9,15 +9,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
 from byteback import tables
+from byteback.inspect import machine
 from byteback.ops.backends import paths as kernel_paths
 from byteback.ops.backends.cpu import library as native_library
 
-_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
+_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,16 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _cpu() -> tuple[str, str]:
-    """Returns (model, relevant instruction sets), as far as they are known."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor() or platform.machine(), "unknown"
-    lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-    fields = {key.strip(): value.strip() for key, value in lines.items()}
-    flags = set(fields.get("flags", "").split())
-    return fields.get("model name", platform.machine()), " ".join(f for f in _FLAGS if f in flags) or "none that is used"
+def _peak_rows(peaks: dict[str, float]) -> list[list[str]]:
+    """Returns the peaks of one core, each with its ratio to float multiply-adds."""
+    fastest_float = max((gmacs for name, gmacs in peaks.items() if name.startswith("vfmadd")), default=0.0)
+    return [[name, f"{gmacs:.0f}", f"{gmacs / fastest_float:.2f}x"] for name, gmacs in peaks.items()]
 
 
 def run(config: DoctorConfig, console: tables.Console, facts: Facts) -> None:
     """Runs the command."""
-    model, flags = _cpu()
+    model, flags = machine.cpu()
+    peaks = machine.peaks()
     rows = [
         ["byteback", facts.version],
         ["python", sys.version.split()[0]],
@@ -68,11 +64,16 @@ def run(config: DoctorConfig, console: tables.Console, facts: Facts) -> None:
         *([name, _version(name)] for name in ("torchvision", "numpy", "rich", "tyro", "scikit-learn", "tensorboard", "timm")),
         ["system", f"{platform.system()} {platform.machine()}"],
         ["cpu", model],
-        ["flags", flags],
+        ["flags", " ".join(flag for flag in _FLAGS if flag in flags) or ("none that is used" if flags else "unknown")],
+        *([["512 bits", machine.width(peaks)], ["bf16", machine.bf16(flags)]] if flags else []),
         ["threads", str(torch.get_num_threads())],
         *([name, os.environ.get(name, "not set")] for name in (kernel_paths.VARIABLE, facts.data_variable)),
     ]
     console.print(tables.build("This machine", ["what", "is"], rows, left=2))
+    if peaks:
+        console.print()
+        title = "What one core can do, measured on registers"
+        console.print(tables.build(title, ["instruction", "GMAC/s", "times float"], _peak_rows(peaks)))
     paths = [[path, kernel_paths.why_not(path) or "can run"] for path in reversed(kernel_paths.PATHS)]
     console.print()
     console.print(tables.build("Paths, fastest first", ["path", "state"], paths, left=2))
