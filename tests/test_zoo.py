@@ -65,11 +65,11 @@ class UNet(nn.Module):
 
 
 def discriminator(_: Any) -> nn.Module:
-    """Of a GAN: strided convolutions, spectral norm on each, no batch norm on the first."""
+    """Of a GAN: strided convolutions, spectral norm on the first and the last, whose weights are computed and stay float."""
     norm = nn.utils.parametrizations.spectral_norm
-    layers: list[nn.Module] = []
-    for c, k in ((3, 16), (16, 32), (32, 64)):
-        layers += [norm(nn.Conv2d(c, k, 4, 2, 1)), nn.LeakyReLU(0.2)]
+    layers: list[nn.Module] = [norm(nn.Conv2d(3, 16, 4, 2, 1)), nn.LeakyReLU(0.2)]
+    for c, k in ((16, 32), (32, 64)):
+        layers += [nn.Conv2d(c, k, 4, 2, 1), nn.BatchNorm2d(k), nn.LeakyReLU(0.2)]
     return nn.Sequential(*layers, norm(nn.Conv2d(64, CLASSES, 4)), nn.Flatten())
 
 
