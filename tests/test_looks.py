@@ -49,6 +49,20 @@ def test_a_step_looks_at_nothing_above_the_backends(recipe: str, path: str | Non
     assert not seen, "\n" + "\n".join(f"{count:4} {where}" for where, count in seen.most_common())
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["as it is", "frozen"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_prediction_looks_at_nothing_above_the_backends(recipe: str, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = connected(recipe)
+    train(model, optimizer, 2)
+    model.eval()
+    if frozen:
+        byteback.freeze(model)
+    with watched(monkeypatch) as seen, torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(4, 3, 12, 12))
+    assert not seen, "\n" + "\n".join(f"{count:4} {where}" for where, count in seen.most_common())
+
+
 def test_a_look_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch itself: `health` looks, and says so in numbers."""
     model, optimizer = connected("unified-int8")

@@ -191,6 +191,11 @@ def factors(observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[
     return backend_steps(observed[0][0]).factors(observed, rules) if observed else []
 
 
+def same_clip(clip: Tensor, other: Tensor) -> bool:
+    """Whether two clips are known to be equal: one of them may then stand for the other. False where a look costs time."""
+    return clip is other or backend_steps(clip).same_clip(clip, other)
+
+
 def defers(x: Tensor) -> bool:
     """Whether steps where x is flag NaN and Inf, to be read once per step, and raise nothing (ops/refusals.py)."""
     return bool(backend_steps(x).defers)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from byteback import ops
 from byteback.nn.fused.activations import WITH_MASK
 from byteback.ops.contract import layout
+from byteback.ops.quantizer import same_clip
 from byteback.quantize import QTensor, TensorRule
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Source:
         """The int8 copy under a given clip, or under the activation's own maximum."""
         wanted = self.clip() if clip is None else clip
         for copy in self.quantized:
-            if copy.clip is wanted or torch.equal(copy.clip.reshape(()), wanted.reshape(())):
+            if same_clip(copy.clip, wanted):
                 return copy
         self.write(wanted, want_float=False)
         return self.quantized[-1]

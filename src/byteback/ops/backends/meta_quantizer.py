@@ -43,6 +43,9 @@ class MetaSteps:
     def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return shapes(x, settings.axis())
 
+    def same_clip(self, clip: Tensor, other: Tensor) -> bool:
+        return False
+
     def block_site(self, *_: Any) -> None:
         return None
 

@@ -179,6 +179,9 @@ class Steps:
         largest = iter(torch.stack(rows).amax(1).tolist())  # one look for all layers
         return [rule.factor(max(next(largest) for _ in copies)) for copies, rule in zip(observed, rules, strict=True)]
 
+    def same_clip(self, clip: Tensor, other: Tensor) -> bool:
+        return not self.defers and torch.equal(clip.reshape(()), other.reshape(()))
+
     def block_site(self, shape: Any, settings: tuple[Any, ...], for_tensor: bool, slot: int) -> Any:
         """A block's step as two operations (ops/block_step.py): not here."""
         return None
