@@ -39,7 +39,7 @@ def quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: bool
         source = shared_floats(x, numerics.settings["input"].rule)
     moment = Moment(numerics.iteration, max(slot, 0), layer.training and slot != RECOMPUTED)
     if source is not None:
-        tracked = None if own_clip else numerics.input.tracked_clip(max(slot, 0), layer.int8_shared.is_counting())
+        tracked = None if own_clip else _tracked_clip(layer, max(slot, 0))
         if own_clip or tracked is not None:
             clip, x_q, counts = source.int8(tracked)
             return numerics.input.adopt(x_q, clip, counts, lambda: materialize(x), settings, moment, numerics.nonfinite)
@@ -49,6 +49,14 @@ def quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: bool
     return numerics.input.quantize_tracked(
         x, settings, numerics.iteration, max(slot, 0), not for_grad_weight, layer.int8_shared.is_counting()
     )
+
+
+def _tracked_clip(layer: Int8Layer, slot: int) -> Tensor | None:
+    """The clip that training has tracked for this call, if it is known; a frozen layer keeps it."""
+    counting, frozen = layer.int8_shared.is_counting(), layer.int8_frozen
+    if frozen is None or torch.compiler.is_compiling():
+        return layer.quantizers.input.tracked_clip(slot, counting)
+    return frozen.tracked_clip(layer, slot, counting)
 
 
 def weight_as_int8(layer: Int8Layer, weight: Tensor) -> QTensor:

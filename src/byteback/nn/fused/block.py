@@ -126,6 +126,9 @@ def run_block(stages: Stages) -> Tensor:
     gamma, beta = (norm.gamma, norm.beta) if norm is not None else (None, None)
     sources: list[Source] = []
     with_grad = torch.is_grad_enabled()
+    if not with_grad and _predicts(stages):  # autograd would only cost time
+        output = _prediction(call.x, call.weight, call.bias, stages.residual, stages, sources)
+        return output if isinstance(output, LazyActivation) else attach_source(output, sources[0])
     output = FusedBlock.apply(call.x, call.weight, call.bias, gamma, beta, stages.residual, stages, with_grad, sources)
     return output if isinstance(output, LazyActivation) else attach_source(output, sources[0])
 
@@ -147,9 +150,8 @@ class FusedBlock(Function):
         sources: list[Source],
     ) -> Tensor:
         call, needs = stages.call, ctx.needs_input_grad
-        layer = call.layer
         backs = with_grad and any(needs[:6])
-        if not (backs or layer.training or stages.by_batch) and layer.runs_int8("output"):
+        if not backs and _predicts(stages):
             return _prediction(x, weight, bias, residual, stages, sources)
         site = find_site(x, weight, stages, _wanted, needs) if backs and stages.by_batch else None
         stepped = None if site is None else forward_step(site, x, weight, residual, stages)
@@ -174,6 +176,12 @@ class FusedBlock(Function):
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+def _predicts(stages: Stages) -> bool:
+    """Whether nothing is learnt or remembered of this call, if no gradient is asked for."""
+    layer = stages.call.layer
+    return not (layer.training or stages.by_batch) and layer.runs_int8("output")
 
 
 def _prediction(

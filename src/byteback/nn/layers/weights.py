@@ -47,6 +47,7 @@ class Frozen:
     def __init__(self) -> None:
         self._weight: _Weight | None = None
         self._norms: dict[tuple[Mark, float], _Coefficients] = {}
+        self._clips: dict[tuple[int, bool], Tensor | None] = {}
 
     def __reduce__(self) -> tuple[type[Frozen], tuple[()]]:
         return Frozen, ()
@@ -79,6 +80,13 @@ class Frozen:
             alive = [vector.detach() for vector in given]
             kept = self._norms[key] = _Coefficients(alive, given_coefficients(norm, bias, weight))
         return kept.made
+
+    def tracked_clip(self, layer: Int8Layer, slot: int, counting: bool) -> Tensor | None:
+        """Returns the clip of the input that training has tracked, read once for each call slot."""
+        if (slot, counting) not in self._clips:
+            with torch.inference_mode(False):
+                self._clips[slot, counting] = layer.quantizers.input.tracked_clip(slot, counting)
+        return self._clips[slot, counting]
 
 
 def norm_as_given(layer: Int8Layer, norm: ops.BatchNorm | None, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
