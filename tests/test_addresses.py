@@ -242,7 +242,7 @@ def test_what_fits_has_its_address() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(call: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"native kernel: it was given \d+ numbers of .* but it reads \d+ numbers of "):
+    with pytest.raises(error, match=r"native kernel: got \d+ numbers of .* but it reads \d+ numbers of "):
         call()  # type: ignore[operator]
 
 

@@ -149,7 +149,7 @@ def test_a_gradient_of_a_frozen_weight_is_refused() -> None:
     expected = predict(model)
     output = model(X)
     assert torch.equal(output.detach(), expected), "a prediction without no_grad is one all the same"
-    with pytest.raises(RuntimeError, match=r"second.conv2: a gradient of its weight is asked for, but .* frozen"):
+    with pytest.raises(RuntimeError, match=r"second.conv2: a gradient of its weight was requested, but .* frozen"):
         output.sum().backward()
     assert model.first.conv1.weight.grad is None
 

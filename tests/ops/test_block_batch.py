@@ -89,7 +89,7 @@ def test_x_is_kept_as_pack_norm_keeps_it(path):
         _, _, low, high = ops.channel_stats(x)
         for one, other in zip(made.kept, ops.pack_norm(x, low, high, made.norm.mean, "int8"), strict=True):
             equal(one, other)
-    with pytest.raises(ValueError, match="cannot be kept as 'int4'"):
+    with pytest.raises(ValueError, match="keep is 'int4', but must be"):
         normalize_batch(x, norm, None, "relu", want_int8=True, want_float=False, want_mask=True, keep="int4")
 
 

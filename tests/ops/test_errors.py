@@ -155,7 +155,7 @@ def test_scales_of_the_wrong_length_are_refused(op: str, argument: str, shape: t
 @pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
 @pytest.mark.parametrize("value", [[], [1], [1, 1, 1], [-1, 1], [1, -2]], ids=str)
 def test_geometry_of_the_wrong_length_or_sign_is_refused(op: str, name: str, value: list[int]) -> None:
-    refused(ValueError, lambda: PRODUCTS[op](**{name: value}), op, f"{name} is {value}", "needs 2 integers")
+    refused(ValueError, lambda: PRODUCTS[op](**{name: value}), op, f"{name} is {value}", "must be 2 integers")
 
 
 @EACH_PRODUCT
@@ -196,7 +196,7 @@ def test_ranks_without_a_convolution_are_refused() -> None:
 
 
 def test_a_kernel_larger_than_the_padded_image_is_refused() -> None:
-    reach = ("reaches over 9 pixels on spatial axis 1", "has only 8")
+    reach = ("covers 9 pixels on spatial axis 1", "has only 8")
     refused(ValueError, lambda: conv(dilation=[1, 4]), "conv_int8", *reach)
     refused(ValueError, lambda: grad_input(dilation=[1, 4]), "conv_int8_grad_input", *reach)
     refused(ValueError, lambda: grad_weight(dilation=[1, 4]), "conv_int8_grad_weight", *reach)

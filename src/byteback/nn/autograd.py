@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three products of a layer, and the only place where they meet: one autograd function for every int8 layer.
+"""The three products of a layer, and the autograd function that combines them in every int8 layer.
 
                  forward                                             backward
   input  ─ quantize ───────► x_q ─┐                 grad_output ─┬─ quantize ─────────────────► g_q ─┐
@@ -11,8 +11,8 @@
 
     output = input ⋆ weight      grad_input = grad_output ⋆ᵀ weight      grad_weight = grad_output ⋆ input
 
-The int8 products take QTensors, the float ones run where a recipe keeps a product in float. Saved for backward: the int8
-tensors and their scales, or for a product that the recipe keeps in float its float operand.
+The int8 products take QTensors. A product that the recipe keeps in float takes float tensors. Saved for backward are the int8
+tensors and their scales, or the float operand of a product that the recipe keeps in float.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ConvProducts(NamedTuple):
-    """A convolution's geometry and its three products, in one to three dimensions."""
+    """The geometry of a convolution and its three products, in one to three dimensions."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -53,7 +53,7 @@ class ConvProducts(NamedTuple):
     def normalized_output(
         self, x: QTensor, w: QTensor, norm: ops.BatchNorm, residual: ops.Residual, activation: str, **wants: Any
     ) -> tuple[Tensor, ops.Normalized]:
-        """The output, channels last, and its norm by the batch's own statistics."""
+        """Returns the output, channels last, and its norm with batch statistics."""
         operands = x.values, x.scale, w.values, w.scale
         return ops.conv_normalize_batch(*operands, self, norm, residual, activation, **wants)
 
@@ -82,7 +82,7 @@ class ConvProducts(NamedTuple):
 
 
 class LinearProducts(NamedTuple):
-    """Linear's three products: (M, C) input, (K, C) weight, (M, K) output."""
+    """The three products of a linear layer: (M, C) input, (K, C) weight, (M, K) output."""
 
     def output(self, x: QTensor, w: QTensor) -> Tensor:
         return ops.matmul_int8(x.values, x.scale, w.values.t(), w.scale.t())
@@ -106,22 +106,22 @@ class LinearProducts(NamedTuple):
 Products = ConvProducts | LinearProducts
 
 
-# ---- where they meet ---------------------------------------------------------------------------------------------------
+# ---- the autograd function ---------------------------------------------------------------------------------------------
 
 
 class Int8Product(Function):
-    """output = input ⋆ weight, with all three products in int8 unless the recipe says otherwise."""
+    """output = input ⋆ weight. All three products are int8, except those that the recipe keeps in float."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, layer: Int8Layer, products: Products, slot: int, with_grad: bool
     ) -> Tensor:
-        # needs_input_grad stays true under no_grad, where no backward will come.
+        # needs_input_grad is also true under no_grad, where there is no backward.
         for_input, for_weight = with_grad and ctx.needs_input_grad[0], with_grad and ctx.needs_input_grad[1]
         operands, kept = forward_operands(x, weight, layer, slot, for_input, for_weight)
         output = products.output(*operands) if operands is not None else products.float_output(materialize(x), weight)
         if source_of(x) is not None and not layout.is_channels_last(x) and not layout.is_channels_last(weight):
-            output = output.contiguous()  # a block's integers are channels last, whatever the model's memory format
+            output = output.contiguous()  # int8 from a block is always channels last, the model may be contiguous
         ctx.layer, ctx.products, ctx.slot, ctx.training = layer, products, slot, layer.training
         ctx.input_size, ctx.weight_size = list(x.shape), list(weight.shape)
         ctx.step = current_step()
@@ -136,7 +136,7 @@ class Int8Product(Function):
 
 
 class Operands(NamedTuple):
-    """What a forward product keeps for the two backward ones: integers, or floats for a product that runs in float."""
+    """What forward saves for the two products of backward: int8 tensors, or float tensors for a product in float."""
 
     x_values: Tensor | None = None
     x_scale: Tensor | None = None
@@ -149,7 +149,7 @@ class Operands(NamedTuple):
 def forward_operands(
     x: Tensor, weight: Tensor, layer: Int8Layer, slot: int, for_input: bool, for_weight: bool
 ) -> tuple[tuple[QTensor, QTensor] | None, Operands]:
-    """What the output is the product of (None where it runs in float), and what its gradients will need."""
+    """Returns the operands of the output (None if it runs in float), and what its gradients will need."""
     int8_output, int8_input, int8_weight = (layer.runs_int8(product) for product in ("output", "grad_input", "grad_weight"))
     x_q = w_q = None
     if int8_output or (for_weight and int8_weight):
@@ -168,7 +168,7 @@ def forward_operands(
 
 
 def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> tuple[QTensor, QTensor]:
-    """What the output is the product of, where no gradient will be asked for."""
+    """Returns the operands of the output if no gradient will be needed."""
     x_q = quantize_input(layer, x, slot, False)
     return x_q, weight_as_int8(layer, weight)
 
@@ -176,11 +176,11 @@ def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> t
 def backward_products(
     ctx: Any, kept: Operands, gradient: Gradient, needs: tuple[bool, ...], begun: Begun | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """grad_input and grad_weight. ctx has layer, products, slot, training, step, input_size and weight_size."""
+    """Returns grad_input and grad_weight. ctx has layer, products, slot, training, step, input_size and weight_size."""
     layer, products = ctx.layer, ctx.products
     for_input, for_weight = needs[0], needs[1]
     if for_weight and layer.__dict__.get("int8_frozen") is not None:
-        refuse_training(layer, "a gradient of its weight is asked for")
+        refuse_training(layer, "a gradient of its weight was requested")
     int8_input, int8_weight = for_input and kept.w_values is not None, for_weight and kept.x_values is not None
     try:
         g_q, g_q_for_weight = quantize_gradient(layer, gradient, ctx.slot, ctx.training, int8_input, int8_weight, begun)
@@ -202,17 +202,17 @@ def backward_products(
 
 
 def refuse_second(name: str, grad_output: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients, made to refuse a second differentiation where one was prepared for."""
+    """Returns the gradients. With create_graph=True, differentiating them again raises an error."""
     if not torch.is_grad_enabled():
         return grads
-    # The anchor needs a gradient, which grad_output itself may not: that of a plain sum is a constant. Both are in the graph,
-    # so that a derivative by grad_output, which torch.autograd.functional.jvp asks for, meets the error too.
+    # The anchor requires a gradient. grad_output may not: for a plain sum it is a constant. Both are in the graph, so that a
+    # derivative by grad_output, as in torch.autograd.functional.jvp, raises the error too.
     anchor = torch.zeros((), device=grad_output.device, requires_grad=True)
     return _RefuseSecond.apply(name, anchor, grad_output, *grads)
 
 
 class _RefuseSecond(Function):
-    """Makes the gradients differentiable in name, so that a second differentiation meets an error and not a silent zero."""
+    """An identity in forward that raises an error in backward, so that second derivatives are not silently zero."""
 
     @staticmethod
     def forward(ctx: Any, name: str, anchor: Tensor, through: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

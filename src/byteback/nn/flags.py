@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of NaN and Inf that a backend which defers has left on its device (ops/refusals.py): one look at all of them.
+"""Reads the NaN and Inf flags of all layers at once, from backends that defer errors (ops/refusals.py).
 
-The optimizer's hook reads them before the step (lr_scaling.py; with several ranks in ranks.py, where they are added up first).
-Where no hook is installed the next forward does (undo.py).
+The optimizer's hook reads them before the step (lr_scaling.py). With several ranks, ranks.py adds them up first. Without a
+hook, the next forward reads them (undo.py).
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from byteback.ops.refusals import MET, REFUSED, first
 from byteback.quantize import NONFINITE, NonFiniteError, Quantizer
 
 LATE = (
-    " This was met in the step before this forward: on this device NaN and Inf are read once per step, and without "
-    "byteback.scale_learning_rates(optimizer, model) nothing reads them before the optimizer steps."
+    " This happened in the step before this forward. On this device NaN and Inf are checked once per step; to check before "
+    "the optimizer steps, call byteback.scale_learning_rates(optimizer, model)."
 )
 
 
 class Holder(NamedTuple):
-    """A tensor with flags, and whose they are."""
+    """A tensor with flags, and the layer and the role that it belongs to."""
 
     layer: LayerNumerics
     role: str
     unshared: Tensor
 
     def name(self) -> tuple[str, str]:
-        """Layer and role, as errors call them."""
+        """Returns layer and role as they are written in errors."""
         return self.layer.settings["input"].layer, self.role
 
 
 class Flags(NamedTuple):
-    """What was read: the layers that met NaN or Inf, and the error of the first tensor that has to become one."""
+    """The layers that had NaN or Inf, and the error of the first tensor that must raise one."""
 
     met: list[LayerNumerics]
     error: NonFiniteError | None
 
 
 def numerics_of(model: nn.Module) -> list[LayerNumerics]:
-    """What the int8 layers of a model remember."""
+    """Returns the state of the int8 layers of a model."""
     return [module for module in model.modules() if isinstance(module, LayerNumerics)]
 
 
 def any_defers(layers: Iterable[LayerNumerics]) -> bool:
-    """Whether one of these layers is where a backend defers."""
-    one_of_each = {layer.unshared.device: layer.unshared for layer in layers}  # every step asks: once for each device
+    """Whether one of these layers is on a device whose backend defers errors."""
+    one_of_each = {layer.unshared.device: layer.unshared for layer in layers}  # called in every step: once per device
     return any(map(defers, one_of_each.values()))
 
 
 def holders(layers: Sequence[LayerNumerics]) -> list[Holder]:
-    """The quantizers of all layers, then the weights of all layers."""
+    """Returns the flags of the quantizers of all layers, then those of the weights of all layers."""
     quantizers = [
         Holder(layer, layer.settings[name].role, child.unshared)
         for layer in layers
@@ -78,7 +78,7 @@ def read(layers: Sequence[LayerNumerics]) -> Flags:
 
 @torch.no_grad()
 def read_errors(layers: Sequence[LayerNumerics]) -> NonFiniteError | None:
-    """The same before a forward: an error, if there is one. How many tensors were met is left to the optimizer's hook."""
+    """Same before a forward: returns an error, if there is one. Keeps the counts for the optimizer's hook."""
     held = holders(layers)
     error = first(_look(held), [holder.name() for holder in held], LATE)
     if error is not None:
@@ -87,7 +87,7 @@ def read_errors(layers: Sequence[LayerNumerics]) -> NonFiniteError | None:
 
 
 def _look(held: list[Holder]) -> list[list[float]]:
-    """The flags of a model, which may be spread over several devices."""
+    """Returns the flags of a model, which may be on several devices."""
     if not held:
         return []
     device = held[0].unshared.device
@@ -96,7 +96,7 @@ def _look(held: list[Holder]) -> list[list[float]]:
 
 
 def changed(tensors: list[Tensor], before: list[Tensor]) -> list[bool]:
-    """Which of these tensors are no longer what they were, in one look."""
+    """Returns which tensors differ from `before`, with one synchronization."""
     if not tensors:
         return []
     differ = [(now != then).any().to(tensors[0].device) for now, then in zip(tensors, before, strict=True)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the operands of a layer's products become int8: its input, its weight and the gradient of its output.
+"""Quantizes the operands of the products of a layer: its input, its weight and the gradient of its output.
 
-    input      by the batch's own clip in training; the output of a fused block may have its integers already
-    weight     anew in every forward pass, unless the layer is frozen
+    input      with the clip of the batch in training; the output of a fused block may be int8 already
+    weight     again in every forward pass, unless the layer is frozen
     gradient   one copy for both products, or two that share their noise; the gradient of a fused block (`BlockGradient`) is
-               computed as it is quantized
+               computed while it is quantized
 
 Each is one operation of a backend (ops/quantizer.py).
 """
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from byteback.nn.layers.layer import Int8Layer
 
 RECOMPUTED = -1
-"""The call slot of a forward that activation checkpointing runs again during backward."""
+"""The call slot of a forward that activation checkpointing recomputes during backward."""
 
 
 def quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: bool) -> QTensor:
-    """Training: the batch's own clip. Eval: the tracked one, or per sample where no grad_weight will sum over N.
+    """Returns the input as int8. The clip is that of the batch in training, and the tracked clip in eval.
 
-    The output of a fused block may have its integers already, or make them under a clip without ever being float.
+    In eval the scale is per sample, unless grad_weight will sum over N. The output of a fused block may be int8 already, or is
+    computed as int8 without a float tensor.
     """
     numerics = layer.quantizers
     settings = numerics.handles["input"]
@@ -60,20 +61,20 @@ def _tracked_clip(layer: Int8Layer, slot: int) -> Tensor | None:
 
 
 def weight_as_int8(layer: Int8Layer, weight: Tensor) -> QTensor:
-    """The weight as int8, as it is now; a frozen layer returns the copy that it keeps."""
+    """Returns the weight as int8. A frozen layer returns its stored copy."""
     if layer.int8_frozen is None or torch.compiler.is_compiling():
         return fresh_weight(layer, weight)
     return layer.int8_frozen.weight(layer, weight)
 
 
 def fresh_weight(layer: Int8Layer, weight: Tensor) -> QTensor:
-    """The weight as int8, made now."""
+    """Quantizes the weight."""
     numerics = layer.quantizers
     return quantize_fresh(weight, numerics.handles["weight"], numerics.iteration, numerics.unshared if layer.training else None)
 
 
 def makes_pairs(layer: Int8Layer) -> bool:
-    """Whether a layer's backward pass may choose the clips of two copies of its gradient at once."""
+    """Whether the backward pass of a layer may choose the clips of two copies of its gradient together."""
     return "quantizers" in layer._modules and layer.quantizers.chooses_both
 
 
@@ -82,12 +83,12 @@ Begun = tuple[Moment, Tensor]
 
 
 def _begin_gradient(layer: Int8Layer, slot: int, training: bool) -> Begun:
-    """Counts one more gradient of the layer."""
+    """Counts a gradient of the layer. Returns its moment and noise key."""
     numerics = layer.quantizers
     if not torch.compiler.is_compiling():
         layer.watch_for_hook()
     counts_itself = training and not layer.hooked
-    # Both copies see the same iteration, also where this backward pass counts it.
+    # Both copies must use the same iteration, also if this backward pass increments it.
     moment = Moment(numerics.iteration.clone() if counts_itself else numerics.iteration, layer.backward_slot(slot), training)
     return moment, numerics.next_noise_key(layer.rank(), count_iteration=counts_itself)
 
@@ -101,16 +102,16 @@ def quantize_gradient(
     for_weight: bool,
     begun: Begun | None = None,
 ) -> tuple[QTensor | None, QTensor | None]:
-    """grad_output for grad_input and for grad_weight: one copy for both, or two that share their noise.
+    """Returns grad_output as int8 for grad_input and for grad_weight: one copy for both, or two that share their noise.
 
-    Where no product sums over K, the copy that grad_weight wants is used by both. `begun`: this gradient is counted already.
+    If no product sums over K, both use the copy for grad_weight. `begun` is given if this gradient was counted already.
     """
     if not for_input and not for_weight:
         return None, None
     if "quantizers" not in layer._modules:
         raise RuntimeError(
-            "backward: this layer was restored to float between forward and backward, so its int8 gradient has nowhere to go. "
-            "Call byteback.restore(model) after backward."
+            "backward: this layer was restored to float between forward and backward, so its int8 gradient cannot be "
+            "computed. Call byteback.restore(model) after backward."
         )
     numerics = layer.quantizers
     moment, key = begun or _begin_gradient(layer, slot, training)

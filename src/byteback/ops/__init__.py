@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOOR 0: tensors in, tensors out. Integer products, quantization and statistics; no recipe, no module.
+"""Operators on tensors: integer products, quantization and statistics. They use no recipe and no module.
 
-Tensors of integers come as a pair (values: int8, scale: float32); the granularity is the shape of `scale`.
+A quantized tensor is a pair (values: int8, scale: float32). The shape of `scale` is the granularity.
 
-The names in `__all__` are public. Stable between minor versions: quantize, quantize_max, noise_key, absmax, moments,
-tail_count, dot_terms, the conv_int8 functions and matmul_int8, which are operators of PyTorch (torch.ops.byteback). The
-functions of the fused block (normalize*, conv_normalize*, norm_*, *_pair) follow the layers that call them: their bits are
-stable, their parameters may change between minor versions. The submodules are not public.
+The names in `__all__` are public. These are stable between minor versions: quantize, quantize_max, noise_key, absmax, moments,
+tail_count, dot_terms, the conv_int8 functions and matmul_int8. They are PyTorch operators (torch.ops.byteback). The functions
+of the fused block (normalize*, conv_normalize*, norm_*, *_pair) are made for the layers that call them: their bits are stable,
+but their parameters may change between minor versions. The submodules are not public.
 
     products.py   quantize.py   statistics.py   block.py   block_grad.py   norm.py   pooling.py
-                      one file per family: what is computed, checks, how PyTorch sees it
-    contract/         what every backend must agree on: limits, scale rule, layouts, noise, rounding
-    activations.py    the activations of a fused block, one table
+                      one file per family: definitions, checks, registration in PyTorch
+    contract/         what is the same in every backend: limits, scale rule, layouts, noise, rounding
+    activations.py    a table of the activations of a fused block
     backends/         the implementations, and which of them runs an operator on given tensors
-    dispatch.py       how operators are registered, and the short way past PyTorch's dispatcher
-    quantizer.py, programs.py, magnitude.py    a quantizer's step, and clips by a gradient's distribution
+    dispatch.py       registration of operators, and direct calls without PyTorch's dispatcher
+    quantizer.py, programs.py, magnitude.py    the step of a quantizer, and clips from the distribution of a gradient
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward passes of the fused training block: convolution → BatchNorm → (residual add) → activation → int8.
 
-BatchNorm with the statistics of its batch is one multiplication and one addition per channel, so forward is one or two passes
-over the convolution's output; `block_grad.py` has the passes back. Plain functions for tensors without gradients, outside
-torch.compile. Three of them are several in one call, with the same bits: between two passes there is little arithmetic, and
-the way through Python would take longer than a pass over a small layer.
+BatchNorm with batch statistics is one multiplication and one addition per channel, so forward is one or two passes over the
+output of the convolution. `block_grad.py` has the backward passes. All are plain functions for tensors without gradients,
+outside torch.compile. Three of them combine others in one call, with the same bits. For a small layer, the Python code between
+two passes would take longer than a pass.
 
-    conv_normalize        conv_int8 and normalize: the product is not stored as floats (predictions)
+    conv_normalize        conv_int8 and normalize: the product is not stored as float (predictions)
     normalize_batch       channel_stats, norm_coefficients, (normalize_peak), normalize
     conv_normalize_batch  conv_int8 and normalize_batch
 
-Legend: x, residual are float32 (N, C, ...), a residual may also be (values int8, scale), which stands for values · scale;
+Legend: x and residual are float32 (N, C, ...). A residual may also be (values int8, scale), which means values · scale.
 a, b are float32 vectors (C,). Each operation rounds to float32 once, in the order written. z = a·x + b (+ residual).
 activations.py has the activations. Results are channels last. NaN inputs give NaN.
 
@@ -44,7 +44,7 @@ from byteback.ops.types import BatchNorm, Into, Kept, Normalized, Residual, Want
 
 
 def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
-    """max|activation(a·x + b + residual)| as a 0-dim tensor; NaN if any element is, 0 for an empty tensor.
+    """Returns max|activation(a·x + b + residual)| as a 0-dim tensor: NaN if any element is NaN, 0 for an empty tensor.
 
     >>> normalize_peak(torch.tensor([[1.0], [-4.0]]), torch.tensor([2.0]), torch.tensor([1.0]), None, "relu").item()
     3.0
@@ -74,11 +74,12 @@ def normalize(
     mean: Tensor | None = None,
     into: Into | None = None,
 ) -> Normalized:
-    """y = activation(a·x + b + residual): as int8 by `clip` (one float32; None: no int8), as float32, its mask; in one pass.
+    """Computes y = activation(a·x + b + residual) in one pass: as int8 by `clip`, as float32, and its mask.
 
-    values, scale and counts are those of ops.quantize(y, clip). Smooth activations have no mask (None): backward computes z
-    again. `keep` also gives pack_norm(x, low, high, mean, keep) as `kept`, without another reading of x. `into` names where
-    values and output are written: parts of wider tensors, for a concatenation.
+    `clip` is one float32 number; None means no int8. values, scale and counts are those of ops.quantize(y, clip). Smooth
+    activations have no mask (None): backward computes z again. `keep` also returns pack_norm(x, low, high, mean, keep) as
+    `kept`, without reading x again. `into` has the tensors that values and output are written to: slices of wider tensors,
+    for a concatenation.
 
     >>> x, one = torch.tensor([[1.0, -3.0]]), torch.ones(2)
     >>> result = normalize(x, one, one, None, "relu", torch.tensor(2.0), want_float=True, want_mask=True)
@@ -99,10 +100,10 @@ def normalize(
 
 
 def pack_norm(x: Tensor, low: Tensor | None, high: Tensor | None, mean: Tensor | None, kind: str) -> Kept:
-    """BatchNorm's input, smaller, for backward: as bfloat16, or as int8 around each channel's mean.
+    """Returns the input of a BatchNorm in a smaller form for backward: as bfloat16, or as int8 around the mean of each channel.
 
-    int8: step = max(|low - mean|, |high - mean|) / 127 (1 where that counts as zero), values = round((x - mean) · (1 / step))
-    within ±127, returned with step and centre = mean, (C,) each; backward reads values · step + mean.
+    int8: step = max(|low - mean|, |high - mean|) / 127 (1 if that counts as zero), values = round((x - mean) · (1 / step))
+    within ±127, returned with step and centre = mean, (C,) each. Backward reads values · step + mean.
 
     >>> x = torch.tensor([[1.0], [3.0]])
     >>> values, step, centre = pack_norm(x, torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), "int8")
@@ -130,9 +131,9 @@ def conv_normalize(
     want_float: bool,
     into: Into | None = None,
 ) -> Normalized:
-    """normalize(conv_int8(x, x_scale, w, w_scale, *geometry), a, b, residual, activation, clip) in one pass.
+    """Computes normalize(conv_int8(x, x_scale, w, w_scale, *geometry), a, b, residual, activation, clip) in one pass.
 
-    geometry is stride, padding, dilation and groups; values, scale, output and counts are as in `normalize`.
+    geometry is stride, padding, dilation and groups. values, scale, output and counts are as in `normalize`.
 
     >>> x, w, one = torch.tensor([[[[3]]]], dtype=torch.int8), torch.tensor([[[[5]]]], dtype=torch.int8), torch.ones(1, 1, 1, 1)
     >>> flat = ((1, 1), (0, 0), (1, 1), 1)
@@ -152,7 +153,7 @@ def conv_normalize(
     return backend.conv_normalize(call, operands, a, b, residual, activation, clip, want_float, into)
 
 
-# ---- a norm that uses its batch --------------------------------------------------------------------------------------
+# ---- a norm with batch statistics ------------------------------------------------------------------------------------
 
 
 def normalize_batch(
@@ -166,10 +167,10 @@ def normalize_batch(
     want_mask: bool,
     keep: str | None = None,
 ) -> Normalized:
-    """The norm of x by its own statistics, then activation(a·x + b + residual): as int8 by its maximum, as float32, its mask.
+    """Computes the norm of x with batch statistics, and `normalize` with it. The clip of the int8 result is its maximum.
 
-    `keep` also gives x itself as "bfloat16" or "int8" (`pack_norm` by the batch's extremes and mean), for backward. Updates the
-    running statistics. The peak is known with int8, and without a residual under a monotone activation.
+    `keep` ("bfloat16" or "int8") also returns `pack_norm` of x, by the extremes and means of the batch. Updates the running
+    statistics. The peak is known if `want_int8` is set, or without a residual if the activation is monotone.
 
     >>> norm = BatchNorm(None, None, None, 0.0, None, 0.1)
     >>> result = normalize_batch(
@@ -200,7 +201,7 @@ def conv_normalize_batch(
     want_mask: bool,
     keep: str | None = None,
 ) -> tuple[Tensor, Normalized]:
-    """y = conv_int8(x, x_scale, w, w_scale, *geometry), channels last, and normalize_batch(y, norm, ...).
+    """Returns y = conv_int8(x, x_scale, w, w_scale, *geometry), channels last, and normalize_batch(y, norm, ...).
 
     >>> x, w = torch.tensor([[[[1, 3]]]], dtype=torch.int8), torch.tensor([[[[1]]]], dtype=torch.int8)
     >>> one = torch.ones(1, 1, 1, 1)
@@ -213,7 +214,7 @@ def conv_normalize_batch(
     op, operands = "conv_normalize_batch", (x, x_scale, w, w_scale)
     geometry = checked_geometry(op, x.dim() - 2, geometry)
     backend = backend_for(op, *operands, *_vectors(norm), *tensors_of(residual))
-    if not dispatch.is_plain(operands):  # the profiler and others that watch operators must see the product
+    if not dispatch.is_plain(operands):  # a profiler or a dispatch mode must see the operator of the product
         y = channels_last(conv_int8(*operands, *geometry))
         return y, normalize_batch(
             y, norm, residual, activation, want_int8=want_int8, want_float=want_float, want_mask=want_mask, keep=keep
@@ -231,8 +232,8 @@ def _vectors(norm: BatchNorm) -> tuple[Tensor | None, ...]:
 def _check_batch(
     op: str, shape: Sequence[int], norm: BatchNorm, residual: Residual, activation: str, keep: str | None
 ) -> tuple[BatchNorm, Residual]:
-    """The norm and the residual of an x of this shape, dense."""
+    """Returns the norm and the residual for an x of this shape, checked and dense."""
     check_activation(op, activation)
     if keep not in (None, "bfloat16", "int8"):
-        raise ValueError(f"{op}: x cannot be kept as {keep!r}; there are 'bfloat16' and 'int8'.")
+        raise ValueError(f"{op}: keep is {keep!r}, but must be 'bfloat16', 'int8' or None.")
     return check_norm(op, norm, shape[1]), check_residual(op, residual, shape)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward passes of the fused block: from the gradient of its result to that of the convolution's output.
 
-Two passes over (g, x): the sums that BatchNorm's gradient takes (`norm.py` makes p, q and r of them; `normalize_grad_batch`
-does both in one call), then dx = (p·gm + q·x) + r itself, as floats or as int8. A gradient is quantized twice where
-grad_input takes one scale for the tensor and grad_weight one for each channel. dx (`GradientParts`) is computed anew for each
-reading: three numbers per channel take less time than writing it and reading it again.
+There are two passes over (g, x). The first computes the sums that the gradient of a BatchNorm needs (`norm.py` computes p, q
+and r from them; `normalize_grad_batch` does both in one call). The second computes dx = (p·gm + q·x) + r, as float or as int8.
+A gradient is quantized twice if grad_input uses one scale for the tensor and grad_weight one for each channel. dx
+(`GradientParts`) is computed again for each reading, which is faster than writing and reading it.
 
-The legend is block.py's; g is float32 (N, C, ...), x BatchNorm's input as it was stored, p, q, r are float32 vectors (C,).
+The legend is that of block.py. g is float32 (N, C, ...), x is the saved input of the BatchNorm, p, q, r are float32 vectors
+(C,).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, Quan
 
 
 def _backend_for(op: str, parts: GradientParts, *others: Tensor | None) -> Backend:
-    """The backend for a gradient that is not written out and for what else is read with it."""
+    """Returns the backend for a gradient that is not stored and the other tensors."""
     g, x, a, b, mask, _, p, q, r = parts
     return backend_for(op, g, *tensors_of(x), a, b, mask, p, q, r, *others)
 
@@ -37,10 +38,10 @@ def normalize_grad_sums(
     want_masked: bool,
     want_squares: bool = False,
 ) -> GradSums:
-    """What the gradient of the norm takes from each channel, and gm: the gradient of the residual branch.
+    """Returns the sums per channel that the gradient of the norm needs, and gm, the gradient of the residual branch.
 
-    gm = g · activation'(z). For none, relu and relu6 it is g or 0 by the mask if there is one, else by z; smooth activations
-    always take z = a·x + b. `none` without a mask needs neither a nor b.
+    gm = g · activation'(z). For none, relu and relu6 it is g or 0, by the mask if there is one, else by z. Smooth activations
+    always use z = a·x + b. `none` without a mask needs neither a nor b.
 
     >>> g, x = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [-1.0]])
     >>> sums = normalize_grad_sums(g, x, torch.ones(1), torch.zeros(1), None, "relu", want_masked=True)
@@ -69,9 +70,9 @@ def normalize_grad_batch(
     want_masked: bool,
     want_sums: bool,
 ) -> NormGradient:
-    """normalize_grad_sums, norm_gradient and, with `want_sums`, gradient_sums in one call; arguments as in these.
+    """Computes normalize_grad_sums, norm_gradient and, with `want_sums`, gradient_sums in one call.
 
-    From the gradient of the result to q and r of x's gradient and to the gradients of gamma and beta.
+    The arguments are those of these functions. The results are q and r of dx and the gradients of gamma and beta.
 
     >>> g, x, one = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [-1.0]]), torch.ones(1)
     >>> wants = {"want_masked": False, "want_sums": False}
@@ -91,7 +92,7 @@ def normalize_grad_batch(
 
 
 def normalize_grad(parts: GradientParts) -> Tensor:
-    """dx = (p·gm + q·x) + r, with gm as in normalize_grad_sums.
+    """Returns dx = (p·gm + q·x) + r, with gm as in normalize_grad_sums.
 
     >>> g, x, one = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]), torch.ones(2)
     >>> normalize_grad(GradientParts(g, x, None, None, None, "none", 2 * one, one, 10 * one)).tolist()
@@ -103,7 +104,7 @@ def normalize_grad(parts: GradientParts) -> Tensor:
 
 
 def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> Quantized:
-    """ops.quantize(dx, clip, key) with the dx of normalize_grad, which is not written: values, scale, counts, max|dx|.
+    """Returns ops.quantize(dx, clip, key) with the dx of normalize_grad, which is not stored: values, scale, counts, max|dx|.
 
     >>> g, x, one = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]), torch.ones(2)
     >>> parts = GradientParts(g, x, None, None, None, "none", one, one, one)
@@ -116,11 +117,11 @@ def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | No
     return _backend_for(op, parts, clip, key).normalize_grad_quantize(parts, clip, key)
 
 
-# ---- two answers from one reading ------------------------------------------------------------------------------------
+# ---- several results from one reading --------------------------------------------------------------------------------
 
 
 def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """max|dx| of each channel and tail_count_pair(dx, per_channel, threshold), with the dx of normalize_grad, not written.
+    """Returns max|dx| of each channel and tail_count_pair(dx, per_channel, threshold). dx (normalize_grad) is not stored.
 
     >>> g, one, nothing = torch.tensor([[1.0, -3.0], [2.0, 0.5]]), torch.ones(2), torch.zeros(2)
     >>> parts = GradientParts(g, g, None, None, None, "none", one, nothing, nothing)
@@ -137,7 +138,7 @@ def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: T
 def normalize_grad_quantize_pair(
     parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
 ) -> tuple[Quantized, Quantized]:
-    """quantize_pair(dx, ...) with the dx of normalize_grad, which is not written.
+    """Returns quantize_pair(dx, ...) with the dx of normalize_grad, which is not stored.
 
     >>> g, one, nothing = torch.tensor([[1.0, -3.0]]), torch.ones(2), torch.zeros(2)
     >>> parts = GradientParts(g, g, None, None, None, "none", one, nothing, nothing)
@@ -153,7 +154,7 @@ def normalize_grad_quantize_pair(
 
 
 def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, Quantized]:
-    """clip = ratio · max|dx| of each channel, and ops.quantize(dx, clip, key) of normalize_grad's dx, which is not written.
+    """Returns clip = ratio · max|dx| of each channel, and ops.quantize(dx, clip, key). dx (normalize_grad) is not stored.
 
     >>> g, one, nothing = torch.tensor([[1.0, -4.0], [0.5, 2.0]]), torch.ones(2), torch.zeros(2)
     >>> parts = GradientParts(g, g, None, None, None, "none", one, nothing, nothing)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Magnitude-aware clips: by the shape of a gradient's distribution, max|g| itself or an average of it.
+"""Magnitude-aware clips: max|g| or a moving average of it, depending on the distribution of the gradient.
 
     σ² = Σg²/M - (Σg/M)²                            of M numbers, in float64
-    Gaussian where the share of |g| > σ exceeds a threshold
-    clip = max|g| where Gaussian (or at the first time), else before · keep + max|g| · add       in float32
+    Gaussian if the share of |g| > σ exceeds a threshold
+    clip = max|g| if Gaussian (or in the first step), else before · keep + max|g| · add       in float32
 
-`magnitude_clips` answers for the whole tensor and for each channel at once, `gradient_clips` for the fused block's gradient,
-whose sums are known without reading it. `float_pair` and `gradient_pair` also make the int8 copies under these clips; on
-the native library the last is one call with two readings, for both tails (and max|g|) and for both copies.
-`recipes/distribution_adaptive.py` says why.
+`magnitude_clips` returns the clips of the whole tensor and of each channel. `gradient_clips` does so for the gradient of a
+fused block, whose sums are known without reading it. `float_pair` and `gradient_pair` also compute the int8 copies with these
+clips. In the native library `gradient_pair` is one call that reads twice: for both tails (and max|g|) and for both copies.
+`recipes/distribution_adaptive.py` explains the method.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _float32, _float64 = torch.float32, torch.float64
 def magnitude_clips(
     rule: Averaged, x: Tensor, moments: tuple[Tensor, Tensor, Tensor], before_one: Before, before_each: Before
 ) -> Clips:
-    """Clips of x from ops.moments(x) and those of the last time."""
+    """Returns the clips of x from ops.moments(x) and the clips of the previous step."""
     op = "magnitude_clips"
     x = check_tensor(op, "x", x)
     channels = x.shape[1]
@@ -47,7 +47,7 @@ def magnitude_clips(
 
 
 def _check_before(op: str, one: Before, each: Before, channels: int) -> tuple[Before, Before]:
-    """The clips of the last time as dense vectors."""
+    """Returns the clips of the previous step as dense vectors, checked."""
     return (
         None if one is None else check_vector(op, "before_one", one.reshape(-1), 1),
         None if each is None else check_vector(op, "before_each", each.reshape(-1), channels),
@@ -57,7 +57,7 @@ def _check_before(op: str, one: Before, each: Before, channels: int) -> tuple[Be
 def gradient_clips(
     rule: Averaged, parts: GradientParts, sums: tuple[Tensor, Tensor], before_one: Before, before_each: Before
 ) -> Clips:
-    """Clips of the dx of normalize_grad, which is not written, from Σdx and Σdx² of each channel, (C,)."""
+    """Returns the clips of the dx of normalize_grad, which is not stored, from Σdx and Σdx² of each channel, (C,)."""
     g = parts.g
     shape = (1, -1, *(1,) * (g.dim() - 2))
     each, one = sigmas(sums[0].reshape(shape), sums[1].reshape(shape), g)
@@ -67,7 +67,7 @@ def gradient_clips(
 def float_pair(
     rule: Averaged, x: Tensor, before_one: Before, before_each: Before, key: Tensor | None, *, want_one: bool
 ) -> Paired:
-    """Copies of a float tensor under its magnitude-aware clips; `want_one`: also the one under a single clip."""
+    """Returns int8 copies of a float tensor with its magnitude-aware clips. The copy with one clip is made if `want_one`."""
     clips = magnitude_clips(rule, x, moments(x), before_one, before_each)
     return paired(clips, quantize_pair(x, clips.one, clips.each, key), want_one)
 
@@ -82,7 +82,7 @@ def gradient_pair(
     *,
     want_one: bool,
 ) -> Paired:
-    """`float_pair` of the dx of normalize_grad, which is not written, from Σdx and Σdx² of each channel, (C,)."""
+    """Returns `float_pair` of the dx of normalize_grad, which is not stored, from Σdx and Σdx² of each channel, (C,)."""
     op = "gradient_pair"
     parts, key = check_parts(op, parts), check_key(op, key)
     g = parts.g

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The integer products as operators: the three of a convolution, and the matrix product.
+"""The integer products as operators: the three products of a convolution, and the matrix product.
 
-Whether a call is right, and how a backend runs it, depends on shapes, strides and dtypes only. So it is found out once for
-each of them and remembered as a `ProductCall`.
+Whether a call is valid, and how a backend runs it, depends only on shapes, strides and dtypes. So each combination is checked
+once and cached as a `ProductCall`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _calls: dict[tuple[Any, ...], ProductCall] = {}
 
 
 def _called(backend: Backend, kind: str, check: Callable[..., list[int]], arguments: tuple[Any, ...]) -> ProductCall:
-    """The checked call of a product, from the memory or made now, after `check` which returns the result's size.
+    """Returns the checked call of a product, from the cache or new. `check` checks the arguments and returns the result's size.
 
-    A native kernel reads the operands without another look. That all of them are on the CPU was checked before (the backend is
-    part of the key). Strides of scales do not count: single ones have none, and others are combined.
+    A native kernel reads the operands without another check. They are on the CPU: choosing the backend has checked this, and
+    the backend is part of the key. Strides of scales are not in the key: a single scale has none, others are combined.
     """
     a, a_scale, b, b_scale, *rest, groups = arguments
     operands = a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype
@@ -53,7 +53,7 @@ def _called(backend: Backend, kind: str, check: Callable[..., list[int]], argume
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-_MOST_ELEMENTS = 2**60  # of a result: its bytes are counted in an int64
+_MOST_ELEMENTS = 2**60  # of a result, so that its number of bytes fits into int64
 
 
 def _output_size(
@@ -62,23 +62,23 @@ def _output_size(
     weight_size: Sequence[int],
     geometry: tuple[list[int], list[int], list[int], int],
 ) -> list[int]:
-    """The output's shape, after everything about the geometry was checked."""
+    """Checks the geometry and returns the shape of the output."""
     stride, padding, dilation, groups = geometry
     spatial = len(input_size) - 2
     if spatial not in (1, 2, 3) or len(weight_size) != spatial + 2:
         raise ValueError(
-            f"{op}: input has shape {tuple(input_size)} and weight {tuple(weight_size)}; a convolution takes N, C and one "
-            "to three spatial axes on both sides. Add the missing axis."
+            f"{op}: input has shape {tuple(input_size)} and weight {tuple(weight_size)}, but both must have two axes and "
+            "then the same number of spatial axes, 1 to 3. Add the missing axis."
         )
     for name, values, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         if len(values) != spatial or not all(value >= least for value in values):
             raise ValueError(
-                f"{op}: {name} is {list(values)}; it needs {spatial} integers of at least {least}, one for each spatial axis."
+                f"{op}: {name} is {list(values)}, but must be {spatial} integers of at least {least}, one per spatial axis."
             )
     if groups < 1 or weight_size[0] % groups or input_size[1] != weight_size[1] * groups:
         raise ValueError(
-            f"{op}: input has {input_size[1]} channels, weight has shape {tuple(weight_size)} and groups is {groups}; the "
-            "input needs weight.shape[1] * groups channels and groups must divide weight.shape[0]."
+            f"{op}: input has {input_size[1]} channels, weight has shape {tuple(weight_size)} and groups is {groups}, but the "
+            "input must have weight.shape[1] * groups channels, and groups must divide weight.shape[0]."
         )
     size = [input_size[0], weight_size[0]]
     for i in range(spatial):
@@ -86,14 +86,14 @@ def _output_size(
         length = input_size[2 + i] + 2 * padding[i]
         if reach > length or weight_size[2 + i] < 1:
             raise ValueError(
-                f"{op}: the kernel reaches over {reach} pixels on spatial axis {i}, but the padded input has only {length} "
-                "there, so no output pixel exists. Use a larger image, more padding or a smaller kernel."
+                f"{op}: the kernel covers {reach} pixels on spatial axis {i}, but the padded input has only {length}, so the "
+                "output would be empty. Use a larger image, more padding or a smaller kernel."
             )
         size.append((length - reach) // stride[i] + 1)
     if all(isinstance(length, int) for length in size) and math.prod(size) > _MOST_ELEMENTS:
         raise ValueError(
             f"{op}: input has shape {tuple(input_size)} and padding is {list(padding)}, so the output would have shape "
-            f"{tuple(size)}; no memory holds it. Use less padding."
+            f"{tuple(size)}, which does not fit into memory. Use less padding."
         )
     return size
 
@@ -101,8 +101,8 @@ def _output_size(
 def _check_grad_output(op: str, g: Tensor, expected: list[int]) -> None:
     if list(g.shape) != expected:
         raise ValueError(
-            f"{op}: grad_output has shape {tuple(g.shape)}, but this convolution's output has shape {tuple(expected)}; "
-            "a gradient has the shape of what it is the gradient of. Check stride, padding, dilation and groups."
+            f"{op}: grad_output has shape {tuple(g.shape)}, but must have the shape of the convolution's output, "
+            f"{tuple(expected)}. Check stride, padding, dilation and groups."
         )
 
 
@@ -119,7 +119,7 @@ def _conv_checked(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, *geome
 
 
 def output_call(backend: Backend, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, geometry: Geometry) -> ProductCall:
-    """The checked call of a convolution's output, for operators around it."""
+    """Returns the checked call of the output of a convolution, for operators that include it."""
     return _called(backend, "output", _conv_checked, (x, x_scale, w, w_scale, *geometry))
 
 
@@ -182,7 +182,7 @@ def _check_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Non
     check_int8("matmul_int8", a=a, b=b)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(
-            f"matmul_int8: a has shape {tuple(a.shape)} and b {tuple(b.shape)}; it takes (M, K) and (K, N). "
+            f"matmul_int8: a has shape {tuple(a.shape)} and b {tuple(b.shape)}, but they must be (M, K) and (K, N). "
             "Flatten or transpose the operands."
         )
     for name, tensor, scale, axis in (("a", a, a_scale, 0), ("b", b, b_scale, 1)):
@@ -190,8 +190,8 @@ def _check_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Non
         shape[axis] = tensor.shape[axis]
         if list(scale.shape) not in ([1, 1], shape) or scale.dtype != torch.float32:
             raise ValueError(
-                f"matmul_int8: {name}_scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; the product sums over K, "
-                f"and terms with different scales cannot be added, so it must be float32 of shape (1, 1) or {tuple(shape)}."
+                f"matmul_int8: {name}_scale has shape {tuple(scale.shape)} and dtype {scale.dtype}, but must be float32 of "
+                f"shape (1, 1) or {tuple(shape)}: the product sums over K, and terms with different scales cannot be added."
             )
 
 
@@ -235,9 +235,9 @@ def conv_int8(
     dilation: Axes,
     groups: int = 1,
 ) -> Tensor:
-    """output = (x ⋆ w) · (x_scale · w_scale): exact int8 convolution in one to three dimensions, float32 result.
+    """Returns output = (x ⋆ w) · (x_scale · w_scale): exact int8 convolution in one to three dimensions, float32 result.
 
-    stride, padding and dilation are one integer for all spatial axes, or one for each.
+    stride, padding and dilation are one integer for all spatial axes, or one integer per axis.
 
     >>> x, w = torch.tensor([[[1, 2, 3]]], dtype=torch.int8), torch.tensor([[[1, -1]]], dtype=torch.int8)
     >>> conv_int8(x, torch.ones(1, 1, 1), w, torch.ones(1, 1, 1), stride=1, padding=0, dilation=1).tolist()
@@ -258,7 +258,7 @@ def conv_int8_grad_input(
     dilation: Axes,
     groups: int = 1,
 ) -> Tensor:
-    """grad_input = (g ⋆ᵀ w) · (g_scale · w_scale)."""
+    """Returns grad_input = (g ⋆ᵀ w) · (g_scale · w_scale)."""
     op = "conv_int8_grad_input"
     rest = checked_geometry(op, w.dim() - 2, (stride, padding, dilation, groups))
     return _grad_input_operator(g, g_scale, w, w_scale, sizes(op, "input_size", input_size), *rest)
@@ -275,14 +275,14 @@ def conv_int8_grad_weight(
     dilation: Axes,
     groups: int = 1,
 ) -> Tensor:
-    """grad_weight = (g ⋆ x) · (g_scale · x_scale), summed exactly over N, OH, OW however deep that is."""
+    """Returns grad_weight = (g ⋆ x) · (g_scale · x_scale). The sum over N, OH, OW is exact for any number of terms."""
     op = "conv_int8_grad_weight"
     rest = checked_geometry(op, x.dim() - 2, (stride, padding, dilation, groups))
     return _grad_weight_operator(g, g_scale, x, x_scale, sizes(op, "weight_size", weight_size), *rest)
 
 
 def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """(a @ b) · (a_scale · b_scale), exact; scales may vary along a's rows and b's columns.
+    """Returns (a @ b) · (a_scale · b_scale), exact. Scales may vary along the rows of a and the columns of b.
 
     >>> a, b = torch.tensor([[1, 2]], dtype=torch.int8), torch.tensor([[3], [4]], dtype=torch.int8)
     >>> matmul_int8(a, torch.tensor([[0.5]]), b, torch.tensor([[2.0]])).tolist()
@@ -292,7 +292,7 @@ def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tenso
 
 
 def explain(product: str, x_size: Sequence[int], w_size: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> str:
-    """Which algorithm the current path picks for a product ("output", "grad_input", "grad_weight") of this shape, and why."""
+    """Returns which algorithm the current path uses for a product ("output", "grad_input" or "grad_weight"), and why."""
     path = paths.number()
     if path is None:
         return "the reference path runs plain PyTorch"

@@ -16,9 +16,9 @@ class Maximum(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A clip that is searched every `period` iterations and held in between (`recipes/unified.py`): a ratio and the clip itself
-    are remembered. A single clip is kept while it is within a factor of `band` of ratio · max|g| (0: always). Clips per channel
-    are ratio · max|g|. When more than a share of `saturated` exceeds a clip, it is searched again.
+    """A clip that is searched every `period` iterations and held in between (`recipes/unified.py`). Its memory is a ratio and
+    the clip itself. A single clip is held while it is within a factor of `band` of ratio · max|g| (0: always). Clips per
+    channel are ratio · max|g|. If a larger share than `saturated` exceeds a clip, it is searched again.
     """
 
     period: int

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantizer's step as one operation: tensor and state go in; integers, their scale and the new state come out.
+"""The step of a quantizer as one operation: from a tensor and a state to integers, their scale and the new state.
 
-    step         a tensor by its clip rule
-    step_pair    two copies of a gradient, per tensor and per channel, by a rule that chooses both at once
-    adopt        integers that a fused block has written already
-    predict      an input in eval, by the clip that training tracked
-    fresh        a tensor without a state, such as a weight
-    factors      the learning-rate factors of all layers, from the deviations that their quantizers measured
+    step         quantizes a tensor by its clip rule
+    step_pair    makes two copies of a gradient, per tensor and per channel, by a rule that chooses both clips together
+    adopt        updates the state for integers that a fused block has computed already
+    predict      quantizes an input in eval, by the clip that training has tracked
+    fresh        quantizes a tensor without state, such as a weight
+    factors      returns the learning-rate factors of all layers, from the deviations that their quantizers measured
 
-The clip, the counts of saturated and non-finite values, the measurement of the direction, the memory of the clip rule and the
-tracked clip are all dealt with inside, by the backend that the tensor belongs to. The code above (nn, quantize, recipes, the
-optimizer's hooks) never looks at a number: a look is free on a CPU, but on a GPU it waits for all that was launched before.
-`backends/reference/quantizer.py` says what a step means; `backends/cpu/quantizer.py` is the same with fewer calls. Those raise
-NonFiniteError at once; a backend on whose device a look costs says that it `defers` (ops/refusals.py).
+The backend of the tensor does all of it: the clip, the counts of saturated and non-finite values, the measurement of the
+direction, the memory of the clip rule and the tracked clip. The packages above (nn, quantize, recipes, the optimizer's hooks)
+never read a value from a tensor: this is free on a CPU, but on a GPU it synchronizes. `backends/reference/quantizer.py`
+defines a step. `backends/cpu/quantizer.py` is the same with fewer calls. Both raise NonFiniteError immediately. A backend for
+a device on which reading synchronizes sets `defers` (ops/refusals.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ XQ, QQ, XX, MEASURED, NONFINITE = range(5)
 
 
 class NonFiniteError(RuntimeError):
-    """A tensor that had to be quantized holds NaN or Inf."""
+    """Raised if a tensor that must be quantized contains NaN or Inf."""
 
 
 class State(NamedTuple):
@@ -58,10 +58,10 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a clip rule may look back at: one call slot of one quantizer.
+    """The memory of a clip rule: one call slot of one quantizer.
 
-    `clip` is what an earlier `Choice.remember` held (any finite value before the first): `ClipRule.entries` numbers, by default
-    one per scale. `stochastic` says how the tensor will be rounded, `axis` along which axis the clip varies (-1 for none).
+    `clip` is the last `Choice.remember` (any finite values before the first): `ClipRule.entries` numbers, by default one per
+    scale. `stochastic` is whether the tensor will be rounded stochastically. `axis` is the axis of the clip (-1 for none).
     """
 
     clip: Tensor
@@ -72,17 +72,17 @@ class Memory:
     axis: int = -1
 
     def numbers(self, count: int) -> list[float]:
-        """The first `count` numbers of `clip`."""
+        """Returns the first `count` numbers of `clip`."""
         return look(self.clip[:count])
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A clip rule's answer: the clip to use now, a tensor that broadcasts over the quantized one; or, in its place, a `ratio`:
-    clip = ratio · max|x|, of the tensor or of each index of its axis.
+    """The result of a clip rule: a clip, which broadcasts over the quantized tensor. If it is None, clip = ratio · max|x|, of
+    the tensor or of each index of its axis.
 
-    `remember` goes into the memory (None leaves it alone), `searched` restarts the period, and `diagnostics` are values for
-    the names in `ClipRule.diagnostics`.
+    `remember` is written to the memory (None: the memory is not changed), `searched` restarts the period, and `diagnostics`
+    are values for the names in `ClipRule.diagnostics`.
     """
 
     clip: Tensor | None = None
@@ -93,16 +93,16 @@ class Choice:
 
 
 def look(x: Tensor) -> Any:
-    """The numbers of a tensor. Clip rules, which a backend calls inside its own operation, take them from here: where looks
-    cost time, a backend runs the rule's program (ops/programs.py) instead of its methods.
+    """Returns the values of a tensor as Python numbers, for clip rules, which a backend calls inside its own operation. If this
+    takes time on a device, its backend runs the program of the rule (ops/programs.py) instead of its methods.
     """
     return x.tolist()
 
 
 class BlockGradient:
-    """The gradient of a fused block's convolution output, p·g' + q·y + r, which exists as floats only where they are needed.
+    """The gradient of the convolution output in a fused block, p·g' + q·y + r. It is stored as float only if needed.
 
-    `sums` are its Σ and Σ² per channel, for rules that choose two copies at once.
+    `sums` are its Σ and Σ² per channel, for rules that choose the clips of two copies together.
     """
 
     __slots__ = ("_floats", "parts", "sums")
@@ -112,7 +112,7 @@ class BlockGradient:
         self._floats: Tensor | None = None
 
     def floats(self) -> Tensor:
-        """The gradient as a float tensor, written at the first call."""
+        """Returns the gradient as a float tensor. It is computed at the first call."""
         if self._floats is None:
             self._floats = normalize_grad(self.parts)
         return self._floats
@@ -122,12 +122,12 @@ Gradient = Tensor | BlockGradient
 
 
 def floats_of(x: Gradient) -> Tensor:
-    """x as a float tensor."""
+    """Returns x as a float tensor."""
     return x.floats() if isinstance(x, BlockGradient) else x
 
 
 def deviation_of(xq: float, qq: float, xx: float) -> float:
-    """1 - cosine from x·x̂, x̂·x̂ and x·x; 0 for a zero tensor, 1 where a tensor became all zeros.
+    """Returns 1 - cosine from x·x̂, x̂·x̂ and x·x: 0 if x is all zeros, 1 if only x̂ is all zeros.
 
     >>> deviation_of(50.0, 100.0, 25.0), deviation_of(0.0, 0.0, 4.0)
     (0.0, 1.0)
@@ -142,7 +142,7 @@ def deviation_of(xq: float, qq: float, xx: float) -> float:
 
 
 class Moment(NamedTuple):
-    """When a step is taken: at which iteration, in which call slot, and whether its quantizers remember it."""
+    """The iteration and the call slot of a step, and whether the state of its quantizers is updated."""
 
     iteration: Tensor
     slot: int
@@ -150,44 +150,44 @@ class Moment(NamedTuple):
 
 
 def step(x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment) -> tuple[Tensor, Tensor]:
-    """Chooses the clip, quantizes and remembers: int8 values and their scale. `settings` are quantize.Settings."""
+    """Chooses the clip, quantizes x and updates the state. Returns int8 values and scale. `settings` is a quantize.Settings."""
     return backend_steps(x).step(x, state, settings, key, moment)
 
 
 def step_pair(
     x: Gradient, states: tuple[State, State], settings: tuple[Any, Any], key: Tensor | None, moment: Moment, want_first: bool
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]] | None:
-    """`step` for a copy per tensor (if wanted) and one per channel; None where their rules do not choose together."""
+    """`step` for a copy per tensor (if wanted) and one per channel. Returns None if their rules do not choose together."""
     return backend_steps(x).step_pair(x, states, settings, key, moment, want_first)
 
 
 def adopt(q: tuple[Tensor, Tensor], clip: Tensor, counts: Tensor, x: Any, state: State, settings: Any, moment: Moment) -> Any:
-    """Remembers what `step` would have, of integers made elsewhere under max|x|; x() is the float tensor, for a measurement."""
+    """Updates the state as `step` would, for integers that were computed with the clip max|x|. x() returns the float tensor."""
     return backend_steps(q[0]).adopt(q, clip, counts, x, state, settings, moment)
 
 
 def predict(
     x: Tensor, tracked: Tensor, seen: Tensor, iteration: Tensor, settings: Any, slot: int, per_sample: bool, ordinal_known: bool
 ) -> tuple[Tensor, Tensor]:
-    """By the clip that training tracked; without one, each sample's own maximum (or the batch's, for a gradient)."""
+    """Quantizes x by the tracked clip. Without one, the clip is the maximum per sample (or of the batch, for a gradient)."""
     return backend_steps(x).predict(x, tracked, seen, iteration, settings, slot, per_sample, ordinal_known)
 
 
 def tracked_clip(tracked: Tensor, seen: Tensor, slot: int, ordinal_known: bool) -> Tensor | None:
-    """The single clip that `predict` would use; None where training has left none, or one per channel."""
+    """Returns the single clip that `predict` would use; None if there is no tracked clip, or one per channel."""
     return backend_steps(tracked).tracked_clip(tracked, seen, slot, ordinal_known)
 
 
 def fresh(x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """A tensor that keeps no state, by a rule that looks at nothing but the tensor.
+    """Quantizes a tensor without state, by a rule that depends only on the tensor.
 
-    A backend that defers writes to `flags`, which has the shape of `State.unshared`; None outside training.
+    A backend that defers writes to `flags`, which has the shape of `State.unshared`. It is None outside training.
     """
     return backend_steps(x).fresh(x, iteration, settings, flags)
 
 
 def factors(observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[Any]:
-    """rule.factor(the largest deviation) for each list of `observed` tensors; numbers where a look is free, else tensors."""
+    """Returns rule.factor(largest deviation) of each list in `observed`: numbers, or tensors where reading synchronizes."""
     return backend_steps(observed[0][0]).factors(observed, rules) if observed else []
 
 
@@ -197,7 +197,7 @@ def same_clip(clip: Tensor, other: Tensor) -> bool:
 
 
 def defers(x: Tensor) -> bool:
-    """Whether steps where x is flag NaN and Inf, to be read once per step, and raise nothing (ops/refusals.py)."""
+    """Whether steps on the device of x set flags for NaN and Inf instead of raising an error (ops/refusals.py)."""
     return bool(backend_steps(x).defers)
 
 
@@ -207,7 +207,7 @@ def may_defer() -> bool:
 
 
 def backend_steps(x: Gradient) -> Any:
-    """The steps of the backend that x belongs to."""
+    """Returns the steps of the backend of x."""
     tensor = x.parts.g if isinstance(x, BlockGradient) else x
     name = backend_of(tensor).steps
     return _loaded.get(name) or _load(name)
@@ -217,19 +217,19 @@ _loaded: dict[str, Any] = {}
 
 
 def _load(name: str) -> Any:
-    """The steps of a backend, which itself needs this module."""
+    """Imports the steps of a backend. This is done late because they import this module."""
     _loaded[name] = importlib.import_module(f"byteback.ops.backends.{name}").STEPS
     return _loaded[name]
 
 
-# ---- the same as operators, for torch.compile: their arguments cannot hold Python objects, so numbers stand for settings ----
+# ---- the same as operators, for torch.compile: their arguments cannot be Python objects, so settings have numbers ----
 
 _settings: list[Any] = []
 _handles: dict[Any, int] = {}
 
 
 def register(settings: Any) -> int:
-    """A number that stands for `settings` in this process."""
+    """Returns the number of `settings` in this process."""
     if settings not in _handles:
         _handles[settings] = len(_settings)
         _settings.append(settings)
@@ -237,12 +237,12 @@ def register(settings: Any) -> int:
 
 
 def settings_of(handle: int) -> Any:
-    """The settings that a number stands for."""
+    """Returns the settings with this number."""
     return _settings[handle]
 
 
 def shapes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Integers and scale of x as empty tensors."""
+    """Returns empty tensors for the integers and the scale of x."""
     scale = [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
     return torch.empty_like(x, dtype=torch.int8), x.new_empty(scale)
 

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NaN and Inf where a look at a tensor costs time: a step flags them on the tensor's device, and the flags are read later.
+"""Deferred errors for NaN and Inf on devices where reading a value synchronizes: a step sets flags, which are read later.
 
-A backend whose steps say `defers` raises nothing and reads no count. It calls
+A backend whose steps set `defers` raises no error and reads no count. It calls
 
-    counted      how many values of a tensor are NaN or Inf, as a tensor; a kernel may have counted them already
-    Unless       puts a quantizer's state back where the tensor was bad: what is not finite is not remembered
-    judged       counts and flags the tensor, and gives its integers and scale what the policy says
+    counted      returns how many values of a tensor are NaN or Inf, as a tensor; a kernel may have counted them already
+    Unless       restores the state of a quantizer if the tensor was not finite
+    judged       counts and flags the tensor, and changes its integers and scale by the policy
 
-`nn/flags.py` reads the flags of all layers in one look: in the optimizer's hook, or when the next forward begins. They are the
-column NONFINITE of a quantizer's `unshared`, and of the tensor of the same shape that a layer has for its weight:
+`nn/flags.py` reads the flags of all layers at once: in the optimizer's hook, or at the start of the next forward. They are the
+column NONFINITE of the `unshared` of a quantizer, and of a tensor of the same shape that a layer has for its weight:
 
-    MET         tensors with NaN or Inf since the flags were read, under every policy
-    REFUSED     1 where one of them has to become an error; the rows below are of the first such tensor
+    MET         number of tensors with NaN or Inf since the flags were read, for every policy
+    REFUSED     1 if one of them must raise an error; the rows below are of the first such tensor
     VALUES      how many of its values are NaN or Inf
-    ITERATION   when it was met
-    ORDER       when it was met among all tensors that this process has judged: of all layers the first is named
+    ITERATION   its iteration
+    ORDER       its position among all tensors that this process has checked; the error names the first of all layers
 
-Several ranks add them up (nn/ranks.py), so REFUSED says how many ranks have added to the rows below it.
+Several ranks add their flags (nn/ranks.py), so REFUSED is the number of ranks whose values are added in the rows below.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _order = itertools.count(1)
 
 
 def refusal(layer: str, role: str, values: int, iteration: int, late: str = "") -> NonFiniteError:
-    """The error of a tensor that cannot be quantized; `late` says why it comes later than the tensor."""
+    """Returns the error of a tensor that cannot be quantized. `late` explains why the error is raised later."""
     return NonFiniteError(
-        f"{layer}: {role} holds {values} NaN or Inf values at iteration {iteration}; int8 has "
-        "neither, so it cannot be quantized. Lower the learning rate or look for the layer that overflowed; "
-        f'on_nonfinite="skip" drops such steps, on_nonfinite="propagate" hands NaN on (for a GradScaler).{late}'
+        f"{layer}: {role} holds {values} NaN or Inf values at iteration {iteration}; int8 cannot represent them. "
+        "Lower the learning rate, or find the layer that overflowed. "
+        f'on_nonfinite="skip" skips such steps, on_nonfinite="propagate" propagates NaN (for a GradScaler).{late}'
     )
 
 
 def scale_of(policy: str) -> float:
-    """The scale of a tensor that counts as 0."""
+    """Returns the scale of a tensor whose integers were set to 0."""
     return math.nan if policy == "propagate" else 1.0
 
 
-# ---- on the device: no number is looked at ---------------------------------------------------------------------------
+# ---- on the device, without synchronization --------------------------------------------------------------------------
 
 
 def counted(x: Tensor) -> Tensor:
-    """How many values are NaN or Inf.
+    """Returns how many values are NaN or Inf.
 
     >>> counted(torch.tensor([1.0, float("nan"), float("inf")]))
     tensor(2)
@@ -66,8 +66,8 @@ def counted(x: Tensor) -> Tensor:
 def judged(
     q: tuple[Tensor, Tensor], nonfinite: Tensor, iteration: Tensor, state: State, settings: Any, remember: bool
 ) -> tuple[Tensor, Tensor]:
-    """Integers and scale of a tensor with so many NaN or Inf values; it is counted and flagged."""
-    # Outside training there is no step to drop or to refuse, and nothing to count: a prediction from NaN is NaN.
+    """Counts and flags a tensor with `nonfinite` NaN or Inf values. Returns its integers and scale by the policy."""
+    # Outside training there is no step to skip and nothing to count: a prediction from NaN is NaN.
     policy = "propagate"
     if remember or settings.role == "grad_output":
         policy = settings.on_nonfinite
@@ -80,7 +80,7 @@ def judged(
 
 
 def flag(unshared: Tensor, nonfinite: Tensor, iteration: Tensor) -> None:
-    """Leaves an error for whoever reads the flags, unless there is one already."""
+    """Sets the flags of an error, unless one is set already."""
     rows = unshared[REFUSED : ORDER + 1, NONFINITE]
     found = [rows.new_ones(()), nonfinite.to(rows.dtype), iteration.to(rows.dtype), rows.new_full((), next(_order))]
     is_first = (nonfinite > 0) & (rows[0] == 0.0)
@@ -88,7 +88,7 @@ def flag(unshared: Tensor, nonfinite: Tensor, iteration: Tensor) -> None:
 
 
 def filled(q: tuple[Tensor, Tensor], nonfinite: Tensor, policy: str) -> tuple[Tensor, Tensor]:
-    """Where the tensor was bad: zeros with the scale that the policy gives it; these are new tensors.
+    """Returns new tensors: q, or zeros and the scale of the policy if `nonfinite` is not 0.
 
     >>> filled((torch.tensor([[5]], dtype=torch.int8), torch.tensor([[0.1]])), torch.tensor(1), "skip")
     (tensor([[0]], dtype=torch.int8), tensor([[1.]]))
@@ -99,7 +99,7 @@ def filled(q: tuple[Tensor, Tensor], nonfinite: Tensor, policy: str) -> tuple[Te
 
 
 class Unless:
-    """One row of a quantizer's state as it is now, to put back where a tensor turns out to be bad."""
+    """A copy of one row of the state of a quantizer, to restore it if the tensor is not finite."""
 
     def __init__(self, state: State, slot: int) -> None:
         kept = (state.clip, state.initialized, state.updated_at, state.observed, state.seen, state.tracked)
@@ -108,16 +108,16 @@ class Unless:
         self._before = [row.clone() for row in self._rows]
 
     def put_back(self, bad: Tensor) -> None:
-        """The row as it was, where `bad`."""
+        """Restores the row if `bad`."""
         for row, before in zip(self._rows, self._before, strict=True):
             row.copy_(torch.where(bad, before, row))
 
 
-# ---- on the host, after the one look ----------------------------------------------------------------------------------
+# ---- on the host, after the flags were read ---------------------------------------------------------------------------
 
 
 def first(columns: Sequence[Sequence[float]], names: Sequence[tuple[str, str]], late: str = "") -> NonFiniteError | None:
-    """The error of the tensor that was met first, given the column NONFINITE of each (layer, role); None without one."""
+    """Returns the error of the first flagged tensor, from the column NONFINITE of each (layer, role); None if there is none."""
     refused = [index for index, column in enumerate(columns) if column[REFUSED]]
     if not refused:
         return None

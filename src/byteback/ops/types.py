@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators take and return besides tensors: named tuples, shared by the operators and their backends.
+"""Named tuples that operators and their backends take and return.
 
-Legend: tensors are (N, C, ...), vectors hold one number per channel, (C,).
+Legend: tensors are (N, C, ...), vectors have one number per channel, (C,).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 """values, scale, counts (saturated, non-finite), peak"""
 
 Kept = Tensor | tuple[Tensor, Tensor, Tensor]
-"""BatchNorm's input as it is stored for backward: float32, bfloat16, or (values int8, step (C,), centre (C,))."""
+"""The input of a BatchNorm, saved for backward: float32, bfloat16, or (values int8, step (C,), centre (C,))."""
 
 Residual = Tensor | tuple[Tensor, Tensor] | None
-"""What is added before the activation: float32, or (values int8, scale) for values · scale."""
+"""The tensor that is added before the activation: float32, or (values int8, scale), which means values · scale."""
 
 Running = tuple[Tensor, Tensor] | None
 """The running mean and variance of a norm, which its forward pass updates."""
@@ -31,9 +31,9 @@ Extremes = tuple[Tensor, Tensor, Tensor]
 
 
 class ProductCall:
-    """A checked product: everything about its arguments but the numbers. Made once for each set of shapes, strides and dtypes.
+    """A checked call of a product, without its values. It is created once for each set of shapes, strides and dtypes.
 
-    a and b are the operands as the operator takes them: input and weight for "output", grad_output and weight for "grad_input",
+    a and b are the operands of the operator: input and weight for "output", grad_output and weight for "grad_input",
     grad_output and input for "grad_weight".
     """
 
@@ -47,20 +47,20 @@ class ProductCall:
         self.strides = tuple(strides)
         self.geometry = geometry
         self.groups = geometry[3]
-        self.single = single  # one scale for either operand
+        self.single = single  # each operand has a single scale
         self.x_size, self.w_size, self.out_size = {
             "output": (a.shape, b.shape, self.size),
             "grad_input": (self.size, b.shape, a.shape),
             "grad_weight": (b.shape, self.size, a.shape),
         }[kind]
         self.channels = self.w_size[0]  # K
-        self.plan: Any = None  # what the backend makes once for such calls
+        self.plan: Any = None  # what the backend prepares once for such calls
 
 
 class GradientParts(NamedTuple):
-    """dx = (p·gm + q·x) + r, not written out: gm is g through the activation's derivative, x as it was stored.
+    """The parts of dx = (p·gm + q·x) + r, which is not stored. gm = g · activation'(z), x is the saved input of the norm.
 
-    a, b and mask say how the activation went (`normalize_grad_sums`).
+    a, b and mask determine the derivative of the activation (`normalize_grad_sums`).
     """
 
     g: Tensor
@@ -75,18 +75,18 @@ class GradientParts(NamedTuple):
 
 
 class Into(NamedTuple):
-    """Where a pass writes instead of into new tensors: channels [start, start + C) of tensors (N, width, ...) that are dense,
-    channels last."""
+    """The tensors that a pass writes to instead of new ones: channels [start, start + C) of tensors (N, width, ...) that are
+    dense and channels last."""
 
     values: Tensor | None
     output: Tensor | None
-    pitch: int  # the width: elements from pixel to pixel
+    pitch: int  # the width: number of elements from pixel to pixel
 
 
 class NormState(NamedTuple):
-    """A norm as a multiplication and an addition, a·x + b: a, b in float32, mean and invstd in float64, each (C,).
+    """A norm as a multiplication and an addition, a·x + b. a, b are float32, mean and invstd are float64, each (C,).
 
-    peak = max|act(a·x + b)|, 0-dim, where it is known.
+    peak = max|act(a·x + b)|, 0-dim, if it is known.
     """
 
     a: Tensor
@@ -97,7 +97,7 @@ class NormState(NamedTuple):
 
 
 class Normalized(NamedTuple):
-    """The results of one pass of `normalize`; None where it was not asked for. `norm`: of a norm that uses its batch."""
+    """The results of one pass of `normalize`; None for those not requested. `norm` is set if batch statistics are used."""
 
     values: Tensor | None
     scale: Tensor | None
@@ -109,7 +109,7 @@ class Normalized(NamedTuple):
 
 
 class BatchNorm(NamedTuple):
-    """The parameters of a norm in training; each vector (C,) or None. `bias` is the convolution's, which x leaves out."""
+    """The parameters of a norm in training; vectors are (C,) or None. `bias` is that of the convolution, not included in x."""
 
     gamma: Tensor | None
     beta: Tensor | None
@@ -129,7 +129,7 @@ class Wants(NamedTuple):
 
 
 class GradSums(NamedTuple):
-    """Σgm, Σ gm·x and Σgm² per channel (float64, defined bits), and gm itself; the last two None where not asked for."""
+    """Σgm, Σ gm·x and Σgm² per channel (float64, defined bits), and gm itself. The last two are None if not requested."""
 
     total: Tensor
     dot: Tensor
@@ -138,9 +138,9 @@ class GradSums(NamedTuple):
 
 
 class NormGradient(NamedTuple):
-    """dx = (a·gm + q·x) + r, and the gradients of a norm's parameters and of the bias before it, (C,) each.
+    """q and r of dx = (a·gm + q·x) + r, and the gradients of the parameters of a norm and of the bias before it, (C,) each.
 
-    masked is gm, sums are Σdx and Σdx² of each channel (gradient_sums). None where it was not asked for.
+    masked is gm, sums are Σdx and Σdx² of each channel (gradient_sums). None if not requested.
     """
 
     q: Tensor
@@ -153,11 +153,11 @@ class NormGradient(NamedTuple):
 
 
 Before = Tensor | None
-"""Magnitude-aware clips of the last time; None at the first."""
+"""The magnitude-aware clips of the previous step; None at the first."""
 
 
 class Clips(NamedTuple):
-    """The clip of the tensor, (1, 1, 1, ...), those of its channels, (1, C, 1, ...), and the share of each that is Gaussian."""
+    """The clip of the tensor, (1, 1, 1, ...), those of its channels, (1, C, 1, ...), and for both the Gaussian share."""
 
     one: Tensor
     each: Tensor
@@ -165,13 +165,13 @@ class Clips(NamedTuple):
     gaussian_each: Tensor | float
 
     def of(self, copy: int) -> tuple[Tensor, Tensor | float]:
-        """The clip and the Gaussian share of the first or the second copy."""
+        """Returns the clip and the Gaussian share of the first or the second copy."""
         return (self.each, self.gaussian_each) if copy else (self.one, self.gaussian_one)
 
 
 class Paired(NamedTuple):
-    """int8 copies under clips: (values, scale) by one clip (None if not wanted) and by a clip per channel; how many values
-    each cut off, and how many are NaN or Inf."""
+    """int8 copies: (values, scale) by one clip (None if not wanted) and by a clip per channel; how many values are saturated
+    in each, and how many are NaN or Inf."""
 
     clips: Clips
     one: tuple[Tensor, Tensor] | None
@@ -193,7 +193,7 @@ class Window(NamedTuple):
     ceil_mode: bool = False
 
     def counts(self, size: Sequence[int]) -> Pair:
-        """How many windows an image of this (height, width) has, as PyTorch counts them.
+        """Returns how many windows an image of this (height, width) has, as in PyTorch.
 
         >>> Window((3, 3), (2, 2), (1, 1), (1, 1)).counts((112, 112))
         (56, 56)
@@ -205,15 +205,15 @@ class Window(NamedTuple):
     def _count(self, size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
         room = size + 2 * padding - dilation * (kernel - 1) - 1
         count = (room + (stride - 1 if self.ceil_mode else 0)) // stride + 1
-        # The last window must begin within the image or the padding before it.
+        # The last window must start in the image or in the padding before it.
         return count - 1 if self.ceil_mode and (count - 1) * stride >= size + padding else count
 
     def is_valid(self) -> bool:
-        """Whether PyTorch accepts it."""
+        """Whether PyTorch accepts these arguments."""
         padded = all(0 <= 2 * padding <= kernel for padding, kernel in zip(self.padding, self.kernel, strict=True))
         return padded and min(*self.kernel, *self.stride, *self.dilation) > 0
 
 
 def tensors_of(x: Kept | Residual) -> tuple[Tensor, ...]:
-    """The tensors that a stored input or a residual is made of."""
+    """Returns the tensors of a saved input or a residual."""
     return (x,) if isinstance(x, Tensor) else x or ()

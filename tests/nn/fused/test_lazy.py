@@ -156,5 +156,5 @@ def test_an_input_that_changes_while_the_block_waits_is_an_error() -> None:
     x = torch.randn(2, 3, 9, 9)
     waiting = model[0](x)
     x.zero_()
-    with pytest.raises(RuntimeError, match="written to in place after the call"):
+    with pytest.raises(RuntimeError, match="modified in place after the call"):
         model[1](waiting).sum()

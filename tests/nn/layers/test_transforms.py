@@ -188,7 +188,7 @@ def test_a_block_that_is_computed_later_has_the_weights_of_its_call() -> None:
         assert torch.equal(later + 0.0, other.first.conv1(x) + 0.0)
         later = model.first.conv1(x)
         model.first.conv1.weight.mul_(2.0)
-        with pytest.raises(RuntimeError, match=r"first\.conv1: its weight or bias was written to in place after the call"):
+        with pytest.raises(RuntimeError, match=r"first\.conv1: its weight or bias was modified in place after the call"):
             later + 0.0
 
 

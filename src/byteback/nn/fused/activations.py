@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model can write each activation that a block computes: one table, for the graph pass and for LazyConv.
+"""A table of the ways to write each activation in a model. The graph pass and LazyConv use it.
 
-`byteback.ops` has their values and derivatives. A new activation is a row here and what ops needs for it.
+`byteback.ops` has the values and derivatives. To add an activation, add a row here and what `byteback.ops` needs for it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from byteback import ops
 
 
 class Activation(NamedTuple):
-    """One row of the table. OPTIONS says which arguments a call or a module needs."""
+    """One row of the table. OPTIONS lists the arguments that a call or a module must have."""
 
     name: str  # in byteback.ops
     modules: tuple[type[nn.Module], ...]
     functions: tuple[Any, ...]  # with an argument `inplace`
-    new: tuple[Any, ...] = ()  # functions and methods that return another tensor
+    new: tuple[Any, ...] = ()  # functions and methods that return a new tensor
     in_place: tuple[Any, ...] = ()  # those that write to their input
 
 
@@ -37,7 +37,7 @@ TABLE = (
 
 
 class Option(NamedTuple):
-    """An argument of a function, and the attribute of its module: it is the activation only with the value `needed`."""
+    """An argument of a function, and the attribute of its module. The value must be `needed` to match the activation."""
 
     name: str
     default: object
@@ -55,7 +55,7 @@ OPTIONS: dict[Any, tuple[Option, ...]] = {
 
 
 def misfit_of_call(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """The argument that makes a call another activation than its row's, such as "approximate='tanh'"; None without one.
+    """Returns the argument whose value does not match the activation of the row, such as "approximate='tanh'", or None.
 
     >>> misfit_of_call(F.hardtanh, (0.0, 5.0), {}), misfit_of_call(F.gelu, (), {}), misfit_of_call(F.relu, (True,), {})
     ('max_val=5.0', None, None)
@@ -65,7 +65,7 @@ def misfit_of_call(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def misfit_of_module(base: type[nn.Module], module: nn.Module) -> str | None:
-    """The same for a module whose class is `base`, or is derived from it."""
+    """Same as `misfit_of_call`, for a module whose class is `base` or derived from it."""
     return _misfit(OPTIONS.get(base, ()), vars(module))
 
 
@@ -85,12 +85,12 @@ BY_CALL: dict[Any, tuple[str, bool | None]] = {
     for calls, writes in ((row.functions, None), (row.new, False), (row.in_place, True))
     for call in calls
 }
-"""The activation, and whether the call writes to its input; None: its argument `inplace` says so."""
+"""The activation of a call, and whether the call writes to its input. None: this depends on the argument `inplace`."""
 
 BY_TARGET: dict[Any, str] = {
     call.__name__ if isinstance(call, MethodDescriptorType) else call: name for call, (name, _) in BY_CALL.items()
 }
-"""The activation by the target of a node of torch.fx, where a method is a string."""
+"""The activation of a torch.fx node by its target. The target of a method is a string."""
 
 WITH_MASK = tuple(name for name in ops.ACTIVATIONS if name != "none" and name not in ops.SMOOTH)
-"""Activations whose derivative is a bit. None of them has negative values, and only they are computed after a sum."""
+"""Activations whose derivative is 0 or 1. They have no negative values, and only they are computed after a residual add."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused block: conv → norm → (residual add) → activation as one autograd function, with int8 on both ends.
+"""The fused block: conv → norm → (residual add) → activation as one autograd function, with int8 input and output.
 
     forward    x_q ⋆ w_q ─► y ─ channel statistics ─► a, b ─► act(a·y + b (+ r)) ─► int8 and/or float       (one pass)
     backward   g ─ sums per channel ─► p, q, r ─► p·g' + q·y + r ─► int8                                    (two passes)
                then grad_input and grad_weight as in autograd.py; g' is g through the activation's derivative
 
-`Block` describes a block of a model, `Call` one call of its convolution, `Stages` what has followed that call so far.
-ops/norm.py has the formulas. The float gradient of y is written out only where a clip rule has to read it: a clip
-that is held for a period needs no reading, and magnitude-aware clips compute the gradient as they read (a third pass).
+`Block` describes a block of a model, `Call` one call of its convolution, `Stages` the stages after that call so far.
+ops/norm.py has the formulas. The float gradient of y is stored only if a clip rule has to read it. A clip that is held
+for a period needs no reading. Magnitude-aware clips compute the gradient again while they read it (a third pass).
 """
 
 from __future__ import annotations
@@ -60,68 +60,68 @@ _READERS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds
 
 @dataclass(frozen=True)
 class Block:
-    """A convolution of a model, the stages after it that are computed with it, and what reads the result.
+    """A convolution of a model, the stages that are computed with it, and what reads the result.
 
-    Names are those of modules in the model. convert/graph finds the blocks; `prepare` binds each to its convolution.
+    Names are module names of the model. convert/graph finds the blocks. `prepare` binds each block to its convolution.
     """
 
     conv: str
-    norm: str | None  # a BatchNorm or FrozenBatchNorm2d; without one the convolution's own bias counts
-    adds: bool  # another tensor is added; whether it has the same shape is known only at the call
+    norm: str | None  # a BatchNorm or FrozenBatchNorm2d; without one the bias of the convolution is used
+    adds: bool  # another tensor is added; whether its shape is the same is known only at the call
     activation: str  # its name in byteback.ops
-    activation_module: str | None  # None where it is a function, or where there is none
-    ends: Stage  # the stage that completes the block; never "conv", as a convolution alone is no block
+    activation_module: str | None  # None if the activation is a function, or if there is none
+    ends: Stage  # the last stage of the block; never "conv", because a convolution alone is not a block
     feeds_conv: bool  # another convolution reads the result, or may read it
     feeds_other: bool  # something else reads the result, or may read it, and needs a plain float tensor
-    consumers: tuple[str, ...]  # what reads the result, in a few words each
-    feeds_pool: bool = False  # a max-pool, or one of single pixels: it needs floats, and takes them from a LazyActivation
-    feeds_join: bool = False  # a concatenation of channels, which is written when it is read
+    consumers: tuple[str, ...]  # short descriptions of what reads the result
+    feeds_pool: bool = False  # a max-pool or a pool of single pixels, which reads floats from a LazyActivation
+    feeds_join: bool = False  # a concatenation of channels, which is computed when it is read
     join_feeds_conv: bool = False  # a convolution reads that concatenation, or may read it
     join_feeds_other: bool = False
-    feeds_add: bool = False  # another block, as its residual
-    # Set by `bound`: a hook on one of these modules means that somebody wants to see a tensor inside the block.
+    feeds_add: bool = False  # another block reads the result as its residual
+    # Set by `bound`. If one of these modules has a hook, the hook needs a tensor inside the block.
     swallowed: tuple[nn.Module, ...] = field(default=(), compare=False)
 
     def read_as(self, *others: Block) -> Block:
-        """This block with the readers of all the others instead of its own."""
+        """Returns this block with the readers of all `others` instead of its own."""
         readers: dict[str, Any] = {name: any(getattr(other, name) for other in others) for name in _READERS}
         return replace(self, **readers, consumers=tuple(dict.fromkeys(name for other in others for name in other.consumers)))
 
     def bound(self, modules: Sequence[nn.Module], residual_memory: str) -> Block:
-        """The block with its modules. A residual is a float tensor like any other, unless the recipe keeps it in int8."""
+        """Returns the block with its modules. A residual is read as a float tensor, unless the recipe stores it as int8."""
         feeds_other = self.feeds_other or (self.feeds_add and residual_memory != "int8")
         return replace(self, feeds_other=feeds_other, swallowed=tuple(modules))
 
 
 class Call(NamedTuple):
-    """One call of a convolution that begins a block."""
+    """One call of a convolution that starts a block."""
 
     x: Tensor
     layer: Int8Layer
     block: Block
-    weight: Tensor  # that of the call: by the time the block is computed the layer may have another (functional_call)
+    weight: Tensor  # at the call: the layer may have another one when the block is computed (functional_call)
     bias: Tensor | None
     products: ConvProducts
     slot: int
     size: torch.Size  # of the result
     strides: tuple[int, ...]  # of the float result, as PyTorch would choose them
-    modes: tuple[bool, bool]  # autograd's modes at the call
-    versions: list[int]  # how often x, weight and bias were written to before the call
+    modes: tuple[bool, bool]  # autograd modes at the call
+    versions: list[int]  # version counters of x, weight and bias at the call
 
 
 class Stages(NamedTuple):
-    """A block as far as it is known."""
+    """A call and the stages that were recorded so far."""
 
     call: Call
     norm: ops.BatchNorm | None = None
-    by_batch: bool = False  # the norm uses the statistics of its batch
+    by_batch: bool = False  # the norm uses batch statistics
     residual: Tensor | None = None
     activation: str = "none"
     reached: Stage = "conv"
 
 
 def run_block(stages: Stages) -> Tensor:
-    """Computes a block as far as its stages are known."""
+    """Computes the stages that were recorded."""
     call, norm = stages.call, stages.norm
     gamma, beta = (norm.gamma, norm.beta) if norm is not None else (None, None)
     sources: list[Source] = []
@@ -162,10 +162,10 @@ class FusedBlock(Function):
             ctx.site = None
         source.join_floats = call.block.join_feeds_other
         sources.append(source)
-        # An inference tensor does not count its writes, so nothing would tell whether its int8 copy still holds.
+        # An inference tensor has no version counter, so a write after which its int8 copy is wrong would go unnoticed.
         if source.output is None or not call.block.feeds_other or torch.is_inference_mode_enabled():
             return (Poolable if call.block.feeds_pool else LazyActivation)(source)
-        output, source.output = source.output, None  # a source and a tensor that hold each other would never be freed
+        output, source.output = source.output, None  # a reference cycle of source and tensor would keep both in memory
         return output
 
     @staticmethod
@@ -187,7 +187,7 @@ def _predicts(stages: Stages) -> bool:
 def _prediction(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stages: Stages, sources: list[Source]
 ) -> Tensor:
-    """The block of a prediction, by statistics that are given: not even its product is computed before the result is read."""
+    """Runs a block without gradient, with given statistics. Nothing, not even the product, is computed until it is read."""
     call, block = stages.call, stages.call.block
     operands = output_operands(x, weight, call.layer, call.slot)
     a, b = norm_as_given(call.layer, stages.norm, bias, weight)
@@ -211,7 +211,7 @@ def _by_operators(
     backs: bool,
     with_grad: bool,
 ) -> Source:
-    """The block by operators, one after the other; saves what backward needs."""
+    """Computes the block operator by operator. Saves what backward needs."""
     call, needs = stages.call, ctx.needs_input_grad
     layer = call.layer
     operands, kept = forward_operands(x, weight, layer, call.slot, with_grad and needs[0], with_grad and needs[1])
@@ -234,7 +234,7 @@ def _by_operators(
 
 
 def _stepped(ctx: Any, site: Any, stages: Stages, copy: Int8Copy, added: Tensor | None, made: list[Any]) -> Source:
-    """The block from the results of its site; saves what backward needs."""
+    """Returns the source of a block from the results of its site. Saves what backward needs."""
     y, w, w_scale, a, b, mean, invstd, peak, values, scale, counts, output, mask, kept, step, centre = made
     call, block = stages.call, stages.call.block
     known = values is not None or (added is None and stages.activation in MONOTONE)
@@ -250,20 +250,20 @@ def _stepped(ctx: Any, site: Any, stages: Stages, copy: Int8Copy, added: Tensor 
 
 
 class _Wanted(NamedTuple):
-    """What a block writes at once, for its readers and for backward."""
+    """What a block computes in its forward pass, for its readers and for backward."""
 
     int8: bool
     floats: bool
     join_int8: bool
     y: bool = False  # backward needs the convolution's output
     mask: bool = False  # backward needs the activation's mask
-    keep: str | None = None  # the form in which y is kept, if not as float32
+    keep: str | None = None  # the form in which y is saved, if not as float32
 
 
 def _wanted(stages: Stages, backs: bool, needs_gamma: bool) -> _Wanted:
-    """Backward needs y for the norm's gradient and for smooth activations; else a mask holds all that it needs."""
+    """Returns what to compute. Backward needs y for the gradient of a norm and for smooth activations, else only a mask."""
     layer, block, recipe = stages.call.layer, stages.call.block, stages.call.layer.recipe
-    # Training quantizes by the batch's own maximum, which is known now; eval waits for the clip of the reader.
+    # In training the clip is the maximum of the batch, which is known now. In eval it is the clip of the reader.
     own_clip = layer.training and recipe.input == SHARED_RULE
     int8 = own_clip and (block.feeds_conv or (block.feeds_add and recipe.residual_memory == "int8"))
     reads = int8, block.feeds_other or block.feeds_pool, block.join_feeds_conv and own_clip
@@ -278,9 +278,9 @@ def _wanted(stages: Stages, backs: bool, needs_gamma: bool) -> _Wanted:
 def _by_batch(
     product: Tensor | tuple[QTensor, QTensor], added: ops.Residual, stages: Stages, wanted: _Wanted
 ) -> tuple[Source, NormState, ops.Normalized]:
-    """The norm by the batch's statistics and the pass that writes what is wanted: the block's source, its norm, the pass.
+    """Computes the norm with batch statistics and what is wanted. Returns the source, the norm and the results of the pass.
 
-    `product` is the convolution's output, or the operands of it.
+    `product` is the output of the convolution, or its operands.
     """
     call, norm, activation = stages.call, stages.norm, stages.activation
     assert norm is not None
@@ -298,7 +298,7 @@ def _by_batch(
 
 
 def _write(source: Source, wanted: _Wanted) -> Tensor | None:
-    """Writes in one pass what is expected to be read, and the mask that backward needs."""
+    """Computes in one pass what will be read. Returns the mask that backward needs."""
     if not (wanted.mask or wanted.floats or wanted.int8):
         return None
     return source.write(source.clip() if wanted.int8 else None, wanted.floats, wanted.mask)
@@ -309,7 +309,7 @@ def _save(ctx: Any, stages: Stages, tensors: tuple[Tensor | None, ...]) -> None:
     call, norm = stages.call, stages.norm
     layer = call.layer
     ctx.layer, ctx.products, ctx.slot, ctx.training = layer, call.products, call.slot, layer.training
-    ctx.name = layer.int8_name  # a layer that is restored before its backward pass has no name any more
+    ctx.name = layer.int8_name  # restore() removes the name, and may be called before backward
     ctx.has_norm, ctx.by_batch, ctx.norm_eps = norm is not None, stages.by_batch, 0.0 if norm is None else norm.eps
     ctx.activation, ctx.step = stages.activation, current_step()
     ctx.input_size, ctx.weight_size = call.x.shape, call.weight.shape
@@ -317,7 +317,7 @@ def _save(ctx: Any, stages: Stages, tensors: tuple[Tensor | None, ...]) -> None:
 
 
 def _tensors(kept: Any) -> tuple[Tensor, ...]:
-    """What stands for y, as tensors that autograd can save."""
+    """Returns the saved form of y as tensors that autograd can save."""
     return () if kept is None else (kept,) if isinstance(kept, Tensor) else tuple(kept)
 
 
@@ -325,7 +325,7 @@ def _tensors(kept: Any) -> tuple[Tensor, ...]:
 
 
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: unpacking may recompute them
+    saved = ctx.saved_tensors  # read once, because unpacking may recompute the tensors
     g, needs = channels_last(grad_output), ctx.needs_input_grad
     stepped = None if ctx.site is None else backward_step(ctx, saved, g)
     if stepped is not None and stepped.products is not None:
@@ -340,10 +340,10 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 def _gradients_by_operators(
     ctx: Any, saved: tuple[Tensor, ...], g: Tensor, stepped: Gradients | None
 ) -> tuple[NormGradient, tuple[Tensor | None, Tensor | None]]:
-    """The norm's gradient and the products'. `stepped`: what a site has computed of them."""
+    """Returns the gradient of the norm and those of the products. `stepped` has what a site has computed already."""
     kept, state, stored = Operands(*saved[:6]), NormState(*saved[7:11]), saved[11:]
     mask: Tensor | None = saved[6]
-    # Without y nothing is asked of it: its factors are 0, and any tensor may stand in its place.
+    # If y was not saved, its factors are 0, so any tensor of its shape can be passed.
     y: Any = stored if len(stored) > 1 else stored[0] if stored else g
     norm = _norm_gradient(ctx, g, y, state, mask) if stepped is None else stepped.norm
     activation = ctx.activation
@@ -355,9 +355,9 @@ def _gradients_by_operators(
 
 
 def _norm_gradient(ctx: Any, g: Tensor, y: Any, state: NormState, mask: Tensor | None) -> NormGradient:
-    """From the gradient of the result to the coefficients of y's gradient, and to the gradients of the parameters."""
+    """Returns the coefficients of the gradient of y and the gradients of the parameters."""
     activation, needs, pairs = ctx.activation, ctx.needs_input_grad, makes_pairs(ctx.layer)
-    # Two copies read the gradient twice more: then a smooth activation's derivative is better computed once.
+    # For two copies the gradient is read twice more, so the derivative of a smooth activation is computed once and stored.
     masks = (needs[5] and activation != "none") or (pairs and activation in ops.SMOOTH)
     if ctx.by_batch:
         wants = {"want_bias": needs[2], "want_masked": masks, "want_sums": pairs}

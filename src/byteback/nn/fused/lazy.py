@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LazyConv: the tensor that a fused convolution returns before anything is computed, and when a convolution returns one.
+"""LazyConv: the tensor that a fused convolution returns before anything is computed.
 
-The user's own forward keeps running. What it does to this tensor is recorded, stage by stage:
+The forward of the user's model runs unchanged. The operations on this tensor are recorded as stages:
 
-    conv(x) ── F.batch_norm ── + residual ── F.relu …           the stage that the block names as its last computes the block
+    conv(x) ── F.batch_norm ── + residual ── F.relu …           the last stage of the block computes the block
 
-Anything else that is done to it (a print, a pool, a hook, a branch that the trace did not see) computes what was recorded so
-far and goes on with an ordinary tensor. So a wrong description of a block costs speed, never correctness.
+Any other operation (a print, a pool, a hook, a branch that the trace did not see) computes the recorded stages and continues
+with an ordinary tensor. So a wrong description of a block only makes it slower. The result stays correct.
 
-At every call the convolution asks `may_fuse`. Where it may not (a hook wants to see a tensor inside the block, torch.compile
-traces, autocast changes dtypes, …) the layer runs as it would without a block.
+Each call of the convolution checks `may_fuse`. If it is False (a hook needs a tensor inside the block, torch.compile traces,
+autocast changes dtypes, …), the layer runs as without a block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from byteback.ops.contract import layout
 _PLAIN = (Tensor, nn.Parameter, LazyActivation, Poolable)
 
 
-# ---- how a block begins ------------------------------------------------------------------------------------------------
+# ---- start of a block --------------------------------------------------------------------------------------------------
 
 
 # Bound once: every block asks them all.
@@ -54,7 +54,7 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
         return False
     if not x.is_cpu and not runs_blocks(x):
         return False
-    if not x.is_meta and _autocasts(x.device.type):  # the meta device has no autocast to ask about
+    if not x.is_meta and _autocasts(x.device.type):  # the meta device has no autocast
         return False
     if forward_ad._current_level >= 0 or _dispatch_modes() or _transforms() is not None or _has_any_global_hook():
         return False
@@ -65,7 +65,7 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
 
 
 def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Tensor:
-    """The output of `layer` as a tensor that waits for the stages after it."""
+    """Returns the output of `layer` as a tensor that records the stages after it."""
     weight, bias, block = layer.weight, layer.bias, layer.int8_block
     size, strides = _output_layout(x.shape, x.stride(), weight.shape, weight.stride(), products)
     versions = _versions(x, weight, bias)
@@ -75,12 +75,12 @@ def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Ten
 
 
 def _versions(*tensors: Tensor | None) -> list[int]:
-    """How often each was written to; inference tensors do not count."""
+    """Returns the version counters of tensors. Inference tensors have none, which gives 0."""
     return [0 if x is None or x.is_inference() else x._version for x in tensors]
 
 
 def _modes() -> tuple[bool, bool]:
-    """The autograd modes that a deferred computation must be run under."""
+    """Returns the current autograd modes. A deferred computation must run in the modes of its call."""
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
@@ -92,7 +92,7 @@ def _output_layout(
     weight_strides: tuple[int, ...],
     products: ConvProducts,
 ) -> tuple[torch.Size, tuple[int, ...]]:
-    """Size and strides of the output, from those of the operands: what PyTorch would give."""
+    """Returns size and strides of the output, from those of the operands. They are the same as PyTorch's."""
     axes = zip(x[2:], weight[2:], products.stride, products.padding, products.dilation, strict=True)
     spatial = [(size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, pad, dilation in axes]
     size = [x[0], weight[0], *spatial]
@@ -100,19 +100,19 @@ def _output_layout(
     return torch.Size(size), layout.dense_strides(size, last)
 
 
-# ---- how it is computed ------------------------------------------------------------------------------------------------
+# ---- computation -------------------------------------------------------------------------------------------------------
 
 
 def _run(stages: Stages) -> Tensor:
-    """The block's tensor, computed under the modes of the call, unless its operands were changed since."""
+    """Computes the block in the modes of the call. Raises RuntimeError if an operand was changed since the call."""
     call = stages.call
     now = _versions(call.x, call.weight, call.bias)
     if now != call.versions:
         what = "input" if now[0] != call.versions[0] else "weight or bias"
         raise RuntimeError(
-            f"{call.layer.int8_name}: its {what} was written to in place after the call and before the block that it begins "
-            f"was computed, which the traced forward does not do, so the {what} it needs is gone. Write out of place, or "
-            "prepare the model with fuse=False."
+            f"{call.layer.int8_name}: its {what} was modified in place after the call, but before its fused block was "
+            f"computed, so the {what} that the block needs does not exist any more. The traced forward does not do this. "
+            "Use an out-of-place operation, or prepare the model with fuse=False."
         )
     if _modes() == call.modes:
         return run_block(stages)
@@ -135,14 +135,14 @@ class LazyConv(Tensor):
         return self
 
     def compute(self) -> Tensor:
-        """The ordinary tensor (or LazyActivation) that this one stands for."""
+        """Returns the ordinary tensor (or LazyActivation) that this tensor represents."""
         if self.result is None:
             self.result = _run(self.stages)
             del self.stages  # frees the input
         return self.result
 
     def _next(self, inplace: bool, **changes: Any) -> Tensor:
-        """The block with one more stage, computed if that was the last one."""
+        """Returns the block with one more stage. It is computed if this is the last stage."""
         stages = self.stages._replace(**changes)
         finished = stages.reached == stages.call.block.ends
         if inplace:
@@ -167,9 +167,9 @@ class LazyConv(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Reached only by code that bypasses __torch_function__, such as a custom autograd.Function: history would be lost.
+        # Only code that bypasses __torch_function__, such as a custom autograd.Function, comes here: gradients would be lost.
         raise RuntimeError(
-            f"byteback: {func} met the output of a fused block that is not computed yet, in a place where it cannot be "
+            f"byteback: {func} was called on the output of a fused block that is not computed yet, and here it cannot be "
             "computed with its gradient. Call .clone() on the tensor first, or prepare the model with fuse=False."
         )
 
@@ -184,16 +184,16 @@ class LazyConv(Tensor):
 
 
 def computed(x: Any) -> Any:
-    """x, or what it stands for once computed."""
+    """Returns x, or the computed tensor of a LazyConv."""
     return x.compute() if isinstance(x, LazyConv) else x
 
 
 def _open(x: Any) -> bool:
-    """Whether x is a block that can still take a stage."""
+    """Whether x is a block that can record another stage."""
     return isinstance(x, LazyConv) and x.result is None and x.stages.call.modes == _modes()
 
 
-# ---- the stages: each returns None for what it does not know -----------------------------------------------------------
+# ---- stages: each returns None for a call that it does not support -----------------------------------------------------
 
 
 def _batch_norm(
@@ -221,7 +221,7 @@ def _batch_norm(
 
 
 def _activation(call: Any, name: str, inplace: bool | None) -> Callable[..., Tensor | None]:
-    options = len(OPTIONS.get(call, ()))  # the argument `inplace` comes after them
+    options = len(OPTIONS.get(call, ()))  # the argument `inplace` follows them
 
     def stage(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         if not _open(input) or input.stages.reached == "activation":  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm of a fused block and the residual that is added after it (ops/norm.py has the formulas).
 
-A norm that does not use the batch's statistics (eval, frozen) has q = r = 0; without a norm a = 1 and b is the convolution's
-bias. y is the product without that bias: a batch norm subtracts it again, so it only shifts the running mean.
+A norm that does not use batch statistics (eval, frozen) has q = r = 0. Without a norm, a = 1 and b is the bias of the
+convolution. y is the product without that bias: a batch norm subtracts it again, so it only shifts the running mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from byteback.ops.types import NormGradient, NormState
 
 
 def given_state(norm: ops.BatchNorm | None, bias: Tensor | None, weight: Tensor) -> NormState:
-    """A norm with given statistics, or none at all. `bias` is the convolution's."""
+    """Returns the state of a norm with given statistics, or without a norm. `bias` is that of the convolution."""
     a, b = given_coefficients(norm, bias, weight)
     if norm is None:
         return NormState(a, b, torch.zeros_like(a, dtype=torch.float64), torch.ones_like(a, dtype=torch.float64))
@@ -28,7 +28,7 @@ def given_state(norm: ops.BatchNorm | None, bias: Tensor | None, weight: Tensor)
 
 
 def given_coefficients(norm: ops.BatchNorm | None, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b of a norm with given statistics, or of none at all."""
+    """Returns a and b of a norm with given statistics, or without a norm."""
     if norm is None:
         channels = weight.shape[0]
         return weight.new_ones(channels), weight.new_zeros(channels) if bias is None else bias.detach()
@@ -48,12 +48,12 @@ def batch_gradient(
     want_masked: bool,
     want_sums: bool,
 ) -> NormGradient:
-    """The gradient of a norm that uses its batch's statistics."""
+    """Returns the gradient of a norm that uses batch statistics."""
     a, b, mean, invstd, _ = state
     made = ops.normalize_grad_batch(
         g, y, a, b, mask, activation, mean, invstd, eps, want_masked=want_masked, want_sums=want_sums
     )
-    # The batch's mean subtracts the bias again.
+    # The gradient is 0 because subtracting the batch mean cancels the bias.
     return made._replace(bias=torch.zeros_like(a)) if want_bias else made
 
 
@@ -68,7 +68,7 @@ def given_gradient(
     want_masked: bool,
     want_sums: bool,
 ) -> NormGradient:
-    """The gradient of a norm with given statistics, or without a norm."""
+    """Returns the gradient of a norm with given statistics, or without a norm."""
     a, b, mean, invstd, _ = state
     seen = ops.normalize_grad_sums(g, y, a, b, mask, activation, want_masked=want_masked, want_squares=want_sums)
     total, dot = seen.total, seen.dot
@@ -81,16 +81,17 @@ def given_gradient(
 
 
 def scaled_gradient(state: NormState) -> NormGradient:
-    """The gradient of a norm with given statistics, where neither parameters nor a residual need one."""
+    """Returns the gradient of a norm with given statistics if neither parameters nor a residual need a gradient."""
     zeros = torch.zeros_like(state.a)
     return NormGradient(zeros, zeros)
 
 
 def residual_of(residual: Tensor | None, layer: Any) -> ops.Residual:
-    """What a block adds before its activation: the residual as floats, or as the int8 copy that its convolutions read anyway.
+    """Returns what a block adds before its activation: the residual as float, or the int8 copy that convolutions read too.
 
-    int8 needs a source that can be quantized by a known clip: in training its own maximum; in eval the tracked clip of a
-    convolution that has read it, as its own maximum would make a prediction depend on its batch. Else it stays float.
+    int8 needs a source with a known clip. In training this is its own maximum. In eval it is the tracked clip of a
+    convolution that has read it, because with its own maximum a prediction would depend on the batch. Otherwise the residual
+    stays float.
     """
     if residual is None:
         return None
@@ -99,7 +100,7 @@ def residual_of(residual: Tensor | None, layer: Any) -> ops.Residual:
     if source is not None:
         own_clip = layer.training or recipe.eval_clip == "batch"
         copy = source.int8() if own_clip else source.quantized[0] if source.quantized else None
-        # Integers cannot show NaN or Inf, and a shortcut may have no other reader that would find them.
+        # int8 cannot represent NaN or Inf, and a residual may have no other reader that finds them.
         if copy is not None and not copy.counts.tolist()[1]:
             return copy.q.values, copy.q.scale
     return channels_last(materialize(residual))

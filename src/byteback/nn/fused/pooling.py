@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenations and pools of activations, which stay activations.
+"""Concatenations and pools of LazyActivations, which return LazyActivations.
 
-    Joined      channels side by side, as torch.cat(..., 1) returns them
-    max-pools   commute with rounding. Where the activation is never negative and every pixel is in a window, its maximum is
-                also that of the pooled tensor: one reading less. A pool that the block expects (`Poolable`) runs as an autograd
+    Joined      the channels of several activations, as torch.cat(..., 1) returns them
+    max-pools   commute with rounding. If the activation is never negative and every pixel is in a window, its maximum is also
+                that of the pooled tensor, which need not be read. A pool that the block expects (`Poolable`) is an autograd
                 function of its own, which saves one byte for each output instead of the activation (ops/pooling.py).
-    pixels      F.avg_pool2d with a kernel of 1 only moves pixels
+    pixels      F.avg_pool2d with a kernel of 1 only selects pixels
 
 Importing this file registers them in HANDLERS and FUNCTIONS of sources.py.
 """
@@ -34,10 +34,10 @@ Size = int | Sequence[int]
 
 
 class Joined(Source):
-    """The parts' channels, one after the other.
+    """The channels of several sources, one after the other.
 
-    Its maximum is that of its parts, so nothing is written before the result is read; then every part writes its own channels,
-    int8 or float, in place.
+    The maximum is that of the parts, so nothing is written until the result is read. Then every part writes its own channels,
+    as int8 or float, directly into the result.
     """
 
     def __init__(self, parts: list[Source], strides: tuple[int, ...]) -> None:
@@ -64,7 +64,7 @@ class Joined(Source):
         return self.peak
 
     def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> None:
-        """Writes both copies at once where both are expected to be read."""
+        """Writes both copies in one pass if both will be read."""
         want_float = want_float or (self.join_floats and self.output is None)
         if clip is None and self.join_int8 and not self.quantized:
             clip = self.clip()
@@ -74,7 +74,7 @@ class Joined(Source):
 
     def _written(self, clip: Tensor | None, want_float: bool) -> tuple[list[ops.Normalized], Tensor | None, Tensor | None]:
         width = self.shape[1]
-        last = self.shape[0], *self.shape[2:], width  # channels last, also for ranks where PyTorch has no name for it
+        last = self.shape[0], *self.shape[2:], width  # channels last, also for ranks without a PyTorch memory format
         order = layout.dense_strides(list(last), False)
         strides = order[0], order[-1], *order[1:-1]
         values = None if clip is None else allocator.empty(self.shape, strides, torch.int8, self.device)
@@ -95,7 +95,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     rest = (first.shape[0], *first.shape[2:])
     for tensor, source in zip(tensors, sources, strict=True):
         fits = tensor.dim() == first.dim() and (tensor.shape[0], *tensor.shape[2:]) == rest and tensor.numel()
-        # Floats of a plain tensor may change before the concatenation is read.
+        # A plain tensor may be written to before the concatenation is read.
         if source is None or not fits or (isinstance(source, Floats) and not isinstance(tensor, LazyActivation)):
             return NotImplemented
     if dim not in (1, 1 - first.dim()) or first.dim() < 3:
@@ -155,7 +155,7 @@ def covers(pixels: Sequence[int], windows: Sequence[int], window: Window) -> boo
 
 
 def _window(kernel: Size, stride: Size | None, padding: Size, dilation: Size, ceil_mode: bool) -> Window | None:
-    """The arguments of F.max_pool2d, or None for those that it will refuse."""
+    """Returns the arguments of F.max_pool2d as a Window, or None if F.max_pool2d would raise an error for them."""
     step = kernel if stride is None or stride in ((), []) else stride
     options = [(option,) if isinstance(option, int) else tuple(option) for option in (kernel, step, padding, dilation)]
     if any(len(option) not in (1, 2) for option in options):
@@ -164,7 +164,7 @@ def _window(kernel: Size, stride: Size | None, padding: Size, dilation: Size, ce
     return Window(kernel, step, padding, dilation, bool(ceil_mode))
 
 
-# ---- max-pools above autograd, which the block expects -------------------------------------------------------------------
+# ---- max-pools that the block expects: called before autograd ------------------------------------------------------------
 
 
 def _max_pool_function(
@@ -187,7 +187,7 @@ def _max_pool_function(
 FUNCTIONS[F.max_pool2d] = FUNCTIONS[torch.max_pool2d] = _max_pool_function
 
 
-# ---- max-pools below autograd, which it did not expect -------------------------------------------------------------------
+# ---- max-pools that the block did not expect: called after autograd ------------------------------------------------------
 
 
 def _max_pool_operator(
@@ -204,12 +204,12 @@ def _max_pool_operator(
     options = kernel, stride, padding, dilation, ceil_mode
     output, indices = torch.ops.aten.max_pool2d_with_indices(source.plain(), *options)
     window = _window(*options)
-    assert window is not None  # PyTorch took it
+    assert window is not None  # PyTorch has accepted the arguments
     return _pooled(source, output, window), indices
 
 
 def _max_pool_alone(*args: Any, **options: Any) -> Any:
-    """What inference mode calls: there the operator is not taken apart first."""
+    """Handles max_pool2d itself. Only inference mode calls it, because there PyTorch does not decompose the operator."""
     made = _max_pool_operator(*args, **options)
     return made if made is NotImplemented else made[0]
 

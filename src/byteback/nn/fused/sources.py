@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes between fused blocks: an int8 activation, which is a float tensor for everything else.
+"""The tensors between fused blocks: int8 for the next convolution, a float tensor for everything else.
 
-    Source            how an activation is computed: act(a * x + b (+ residual)), from a convolution's output x. It writes the
-                      int8 copy that the next convolution reads, or the float tensor, on request, and stores both.
-    PredictionSource  the same without a gradient: not even x is computed before the result is read.
-    Floats            a float tensor that exists. Its int8 copy is made once, for all convolutions that read it.
-    LazyActivation    a tensor without storage around a Source. Autograd treats it as the float tensor that it stands for; the
-                      first operation that needs values computes them. In-place operations and views make it plain float.
-    Poolable          a LazyActivation that notices when it is pooled.
-    attach_source     marks a plain float tensor with its Source, where both copies were written anyway.
+    Source            computes act(a * x + b (+ residual)) from the output x of a convolution. On request it computes the int8
+                      copy that the next convolution reads, or the float tensor, and stores both.
+    PredictionSource  the same without a gradient: x too is computed only when the result is read.
+    Floats            a float tensor that exists already. Its int8 copy is computed once, for all convolutions that read it.
+    LazyActivation    a tensor without storage that has a Source. Autograd treats it as the float tensor that it represents.
+                      The first operation that needs values computes them. In-place operations and views make it plain float.
+    Poolable          a LazyActivation with its own implementation of pooling functions.
+    attach_source     attaches a Source to a plain float tensor, if the float copy exists too.
 
-A convolution asks `source_of(x)`; None means an ordinary tensor. pooling.py has concatenations and pools of activations.
+A convolution calls `source_of(x)`, which is None for an ordinary tensor. pooling.py has concatenations and pools.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from byteback.nn.autograd import ConvProducts
 
 SHARED_RULE = TensorRule()
-"""Nearest rounding under the maximum of the whole tensor: convolutions that quantize by it share one int8 copy."""
+"""Rounding to nearest with the maximum of the whole tensor as clip. Convolutions with this rule share one int8 copy."""
 
 _ATTRIBUTE = "_byteback_source"
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""Operators that take a LazyActivation and may return another, or NotImplemented (pooling.py)."""
+"""Implementations of operators for a LazyActivation. They may return NotImplemented (pooling.py)."""
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Functions that a Poolable asks before autograd sees them; they too may return NotImplemented."""
+"""Implementations of functions for a Poolable, called before autograd. They may return NotImplemented."""
 
 
 class Int8Copy(NamedTuple):
-    """The integers of an activation under a clip, and how many elements saturated and were not finite."""
+    """An activation quantized with a clip, and how many elements were saturated and not finite."""
 
     clip: Tensor
     q: QTensor
@@ -53,7 +53,7 @@ class Int8Copy(NamedTuple):
 
 
 class OutputSpec(NamedTuple):
-    """What a block's result looks like, and whether its floats will be read."""
+    """Size and strides of the result of a block, and whether its float values will be read."""
 
     size: torch.Size
     strides: tuple[int, ...]
@@ -61,16 +61,16 @@ class OutputSpec(NamedTuple):
 
 
 class Source:
-    """act(a * x + b (+ residual)), computed on demand.
+    """Computes act(a * x + b (+ residual)) on demand.
 
-    x             (N, C, ...) float32, channels last: the convolution's output
+    x             (N, C, ...) float32, channels last: the output of the convolution
     a, b          (C,) float32
     strides       those that PyTorch would give the float result
-    peak          the largest magnitude of the result, where it is known
+    peak          the largest magnitude of the result, if it is known
     """
 
     output: Tensor | None = None
-    join_int8 = join_floats = False  # what will be read of a concatenation with this activation, as far as the block knows
+    join_int8 = join_floats = False  # which copies of a concatenation with this activation the block expects to be read
 
     def __init__(
         self,
@@ -88,26 +88,26 @@ class Source:
         self.quantized: list[Int8Copy] = []
 
     def tensors(self) -> list[Tensor]:
-        """The tensors whose memory it holds."""
+        """Returns the tensors that this source keeps in memory."""
         held = [self.x, self.output, *(copy.q.values for copy in self.quantized)]
         return [tensor for tensor in held if tensor is not None]
 
     def never_negative(self) -> bool:
-        """Whether the activation has no value below 0."""
+        """Whether no value of the activation is below 0."""
         return self.activation in WITH_MASK
 
     def known_peak(self) -> Tensor | None:
-        """max|activation|, where it is known without reading the tensor."""
+        """Returns max|activation| if it is known without reading the tensor, else None."""
         return self.peak
 
     def clip(self) -> Tensor:
-        """max|activation|, exactly, as a 0-dim tensor."""
+        """Returns the exact max|activation| as a 0-dim tensor."""
         if self.peak is None:
             self.peak = ops.normalize_peak(self.x, self.a, self.b, self.residual, self.activation)
         return self.peak
 
     def int8(self, clip: Tensor | None = None) -> Int8Copy:
-        """The int8 copy under a given clip, or under the activation's own maximum."""
+        """Returns the int8 copy for a given clip. By default the clip is the maximum of the activation."""
         wanted = self.clip() if clip is None else clip
         for copy in self.quantized:
             if same_clip(copy.clip, wanted):
@@ -116,14 +116,14 @@ class Source:
         return self.quantized[-1]
 
     def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> Tensor | None:
-        """One pass that writes what is asked for; returns the mask."""
+        """Computes and stores what is asked for, in one pass. Returns the mask."""
         args = (self.x, self.a, self.b, self.residual, self.activation, clip)
         made = ops.normalize(*args, want_float=want_float, want_mask=want_mask)
         self.keep(clip, made)
         return made.mask
 
     def keep(self, clip: Tensor | None, made: ops.Normalized) -> None:
-        """Stores what a pass has written under this clip."""
+        """Stores the results of a pass with this clip."""
         if made.values is not None:
             assert clip is not None and made.scale is not None and made.counts is not None
             self.quantized.append(Int8Copy(clip, QTensor(made.values, made.scale), made.counts))
@@ -131,24 +131,24 @@ class Source:
             self.output = self._laid_out(made.output)
 
     def write_into(self, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
-        """The same into a part of a wider tensor; nothing is stored here."""
+        """Same as `write`, but writes into a slice of a wider tensor and stores nothing here."""
         args = (self.x, self.a, self.b, self.residual, self.activation, clip)
         return ops.normalize(*args, want_float=want_float, want_mask=False, into=into)
 
     def give(self) -> Tensor:
-        """The float activation for a caller who may write to it."""
+        """Returns the float activation. The caller may write to it."""
         output, self.output = self.plain(), None
         return output
 
     def plain(self) -> Tensor:
-        """The float activation, without autograd."""
+        """Returns the float activation, without autograd. The caller must not write to it."""
         if self.output is None:
             self.write(None, want_float=True)
         assert self.output is not None
         return self.output
 
     def _quantize(self, floats: Tensor, clip: Tensor) -> None:
-        """Stores the int8 copy of an activation that exists as floats."""
+        """Quantizes an activation that exists as float, and stores the int8 copy."""
         values, scale, counts, _ = ops.quantize(floats, clip.reshape((1,) * len(self.shape)))
         self.quantized.append(Int8Copy(clip, QTensor(values, scale), counts))
 
@@ -159,10 +159,10 @@ class Source:
 
 
 class PredictionSource(Source):
-    """A block of a prediction: nothing is computed before the result is read.
+    """A block without gradient: nothing is computed until the result is read.
 
-    No gradient will be asked for, and the clip of the int8 result is that of its reader. So the product, the norm, the
-    residual, the activation and the cast to int8 are one pass (ops.conv_normalize), and the product itself is never written.
+    No gradient is needed, and the clip of the int8 result is that of its reader. So the product, the norm, the residual, the
+    activation and the cast to int8 are one pass (ops.conv_normalize), and the product itself is not stored.
     """
 
     def __init__(
@@ -184,13 +184,13 @@ class PredictionSource(Source):
 
     @property
     def x(self) -> Tensor:  # type: ignore[override]
-        """The product after all: where a second clip, or a maximum, is asked for."""
+        """The product. It is computed only if a second clip or a maximum is needed."""
         if self.product is None:
             self.product = channels_last(self.products.output(*self.operands))
         return self.product
 
     def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> Tensor | None:
-        if clip is not None and self.output is not None:  # the integers are those of the floats
+        if clip is not None and self.output is not None:  # quantizing the float result gives the same integers
             self._quantize(self.output, clip)
             return None
         if self.product is not None or self.quantized:
@@ -208,7 +208,7 @@ class PredictionSource(Source):
 
 
 class Floats(Source):
-    """A float tensor that nobody writes to, or that is marked by `attach_source`, which notices writes."""
+    """A float tensor that is not written to, or one with `attach_source`, which detects writes."""
 
     def __init__(self, x: Tensor, peak: Tensor | None = None, negative: bool = True) -> None:
         self.x, self.shape, self.device, self.strides = x, x.shape, x.device, x.stride()
@@ -244,11 +244,11 @@ class Floats(Source):
         return self.x
 
     def give(self) -> Tensor:
-        return self.x.clone()  # other readers rely on x staying as it is
+        return self.x.clone()  # other readers need x unchanged
 
 
 class LazyActivation(Tensor):
-    """A float tensor whose values are computed when they are needed; see the top of this file."""
+    """A float tensor whose values are computed when they are needed. The docstring of this file explains it."""
 
     source: Source | None
     written: Tensor | None
@@ -258,11 +258,11 @@ class LazyActivation(Tensor):
         like: Any = source if source is not None else written
         strides = source.strides if source is not None else like.stride()
         self = Tensor._make_wrapper_subclass(cls, like.shape, strides=strides, dtype=torch.float32, device=like.device)
-        self.source = source  # None once the float copy may have been written to
+        self.source = source  # None as soon as the float copy may be written to
         self.written = written
         return self
 
-    # Autograd first: operations reach __torch_dispatch__ below it, where only values matter.
+    # Disabled, so that autograd comes first. __torch_dispatch__ is called after autograd and computes only values.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -283,7 +283,7 @@ class LazyActivation(Tensor):
         return target if writes else result
 
     def materialize_for_write(self) -> Tensor:
-        """The float copy, which may be written to from now on; the source is dropped."""
+        """Returns the float copy, which may be written to from now on. Removes the source."""
         if self.written is None:
             assert self.source is not None
             self.written = self.source.give()
@@ -291,7 +291,7 @@ class LazyActivation(Tensor):
         return self.written
 
     def materialize(self) -> Tensor:
-        """The float values, without autograd; read-only."""
+        """Returns the float values, without autograd. They are read-only."""
         if self.written is not None:
             return self.written
         assert self.source is not None
@@ -313,18 +313,18 @@ class LazyActivation(Tensor):
         return self.plain().tolist()
 
     def data_ptr(self) -> int:
-        written = self.materialize_for_write()  # which this object keeps
+        written = self.materialize_for_write()  # this object keeps it alive
         return written.data_ptr()
 
     def plain(self) -> Tensor:
-        """An ordinary tensor with the same values and the same history."""
+        """Returns an ordinary tensor with the same values and the same autograd history."""
         return self.view(self.shape) if self.numel() else self + 0.0
 
 
 class Poolable(LazyActivation):
-    """A LazyActivation that a pool may read: for the functions in FUNCTIONS autograd then saves only what they need.
+    """A LazyActivation that a pool may read. For the functions in FUNCTIONS, autograd saves only what they need.
 
-    Asking about every function takes a call of Python at each look at a shape, so only these few tensors do.
+    Its __torch_function__ makes every access slower, even to a shape, so only the tensors that need it are Poolable.
     """
 
     @classmethod
@@ -339,18 +339,18 @@ class Poolable(LazyActivation):
 
 
 def materialize(x: Any) -> Any:
-    """x, or the float values of a LazyActivation, without autograd."""
+    """Returns x, or the float values of a LazyActivation, without autograd."""
     return x.materialize() if isinstance(x, LazyActivation) else x
 
 
 def attach_source(output: Tensor, source: Source) -> Tensor:
-    """Marks a plain float tensor as the output of `source`, until it is written to."""
+    """Marks a plain float tensor as the output of `source`. The mark is valid until the tensor is written to."""
     setattr(output, _ATTRIBUTE, (source, output._version))
     return output
 
 
 def source_of(x: Tensor) -> Source | None:
-    """The source of an activation, if x is one and was not written to."""
+    """Returns the source of an activation; None if x has no source or was written to."""
     if isinstance(x, LazyActivation):
         return x.source
     source, version = getattr(x, _ATTRIBUTE, (None, 0))
@@ -358,19 +358,19 @@ def source_of(x: Tensor) -> Source | None:
 
 
 def shared_floats(x: Tensor, rule: TensorRule) -> Source | None:
-    """A plain tensor from within the model as a source that all its readers share; None where only the user has it.
+    """Returns a source that all readers of a plain tensor share; None if the tensor has no autograd history.
 
-    A tensor without a history may be written to without PyTorch noticing (x.data, numpy), as a user's batch of images is.
+    PyTorch may not detect writes to a tensor without history (x.data, numpy). A batch of images is such a tensor.
     """
     if torch.compiler.is_compiling() or rule != SHARED_RULE or x.grad_fn is None or isinstance(x, LazyActivation):
         return None
-    source = Floats(x.detach())  # not x itself, which will hold the source
+    source = Floats(x.detach())  # not x itself, which would be a reference cycle
     attach_source(x, source)
     return source
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """x with its channels next to each other in memory, as the block's kernels need it."""
+    """Returns x in channels-last memory format, which the kernels of a block need."""
     if layout.is_last_dense(x.shape, x.stride()):
         return x
     return x.movedim(1, -1).contiguous().movedim(-1, 1)

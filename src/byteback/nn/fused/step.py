@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block's training step where the backend runs each direction in one call (ops/block_step.py).
+"""The training step of a block on a backend that runs each direction in one call (ops/block_step.py).
 
-The conditions are those of ordinary training: all three products in int8, a batch norm with its parameters, and the input's
-integers at hand. Everything else, and every tenth step or so that searches clips or measures directions, goes through the
-operators one by one (block.py). What is saved for backward is the same in both cases.
+The conditions are those of ordinary training: all three products are int8, the batch norm has its parameters, and the int8
+input exists. In all other cases, and in the steps that search clips or measure directions (about every tenth), the operators
+run one by one (block.py). Both cases save the same tensors for backward.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from byteback.ops.types import NormGradient, Wants
 from byteback.quantize import Moment
 
 _profiling = torch._C._autograd._profiler_enabled
-_MOST_SITES = 256  # of one layer: one that sees images of every size would fill the memory
+_MOST_SITES = 256  # per layer, so that images of many sizes do not fill the memory
 
 enabled = True
-"""False: always the operators one by one. For tests, which compare the two."""
+"""If False, the operators always run one by one. Tests compare the two."""
 
 
 def find_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[bool, ...]) -> Any:
-    """The site of this call; None where it does not train in the ordinary way. `wanted(...)` says what the block writes."""
+    """Returns the site of this call; None if it is not ordinary training. `wanted(...)` returns what the block computes."""
     call, norm = stages.call, stages.norm
     layer = call.layer
     numerics = layer._modules.get("quantizers")
     if numerics is None or call.slot < 0 or call.bias is not None or not layer.training or not layer.runs_int8() or not enabled:
         return None
-    if _profiling():  # which should see the operators
+    if _profiling():  # a profiler should see the operators
         return None
     if norm.gamma is None or norm.beta is None or norm.running is None or layer.int8_frozen is not None:
         return None
     adds, backend = stages.residual is not None, backend_of(x)
     key = (x.shape, weight.shape, weight.stride(), backend, call.slot, stages.activation, adds, needs, norm.eps)
-    sites = layer.__dict__.setdefault("int8_sites", {})  # a layer that an earlier version has pickled has none
+    sites = layer.__dict__.setdefault("int8_sites", {})  # missing in a layer that was pickled by an earlier version
     if key not in sites:
         if len(sites) >= _MOST_SITES:
             sites.clear()
@@ -73,7 +73,7 @@ def _new_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[
 def forward_step(
     site: Any, x: Tensor, weight: Tensor, residual: Tensor | None, stages: Any
 ) -> tuple[Int8Copy, Tensor | None, list[Any]] | None:
-    """The input's int8 copy, the residual as it was added, and what the site returns; None where it cannot run."""
+    """Returns the int8 copy of the input, the residual as it was added, and the results of the site; None if it cannot run."""
     source = source_of(x)
     if source is None:
         source = shared_floats(x, SHARED_RULE)
@@ -89,8 +89,8 @@ def forward_step(
 
 
 class Gradients(NamedTuple):
-    """The norm's gradient and the products'; or, in place of the products, when and by which noise key the gradient of the
-    convolution's output is to be quantized for them."""
+    """The gradient of the norm and those of the products. If the products are not computed yet, `begun` has the moment and the
+    noise key with which the gradient of the convolution's output must be quantized for them."""
 
     norm: NormGradient
     products: tuple[Tensor | None, Tensor | None] | None
@@ -98,7 +98,7 @@ class Gradients(NamedTuple):
 
 
 def backward_step(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> Gradients | None:
-    """The gradients of a block whose forward pass was a site's; None, and nothing has happened, where the site cannot run."""
+    """Returns the gradients of a block whose forward ran on a site. Returns None and changes nothing if it cannot run."""
     layer = ctx.layer
     numerics = layer._modules.get("quantizers")
     if numerics is None or type(g) is not Tensor or torch._C._len_torch_dispatch_stack() or layer.int8_frozen is not None:

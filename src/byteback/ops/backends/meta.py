@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes only: the backend of device="meta". Results are empty tensors with the shape, dtype and strides of the real ones.
+"""The backend of device="meta". Results are empty tensors with the shape, dtype and strides of the real ones.
 
-No function looks at a number or updates one, so a whole training step can be traced for its shapes. The fakes of the
-operators (torch.compile) are made of these functions, too. Block functions get their tensors channels last and dense.
+No function reads or writes a value, so the shapes of a whole training step can be traced. The fake implementations of the
+operators (torch.compile) use these functions, too. The tensors of block functions are channels last and dense.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from byteback.ops.types import (
 )
 
 path = None
-"""The number of the native path: none."""
+"""The number of the native path; None, because this backend has none."""
 
 steps = "meta_quantizer"
-"""The module of a quantizer's steps."""
+"""The module with the steps of a quantizer."""
 
 _FLOAT32, _FLOAT64, _INT64, _INT8, _UINT8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _like(x: Tensor, dtype: torch.dtype = _FLOAT32) -> Tensor:
-    """A tensor with the sizes and strides of the dense tensor x."""
+    """Returns an empty tensor with the sizes and strides of the dense tensor x."""
     return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
 
 
@@ -56,12 +56,12 @@ def _kept_shape(x: Tensor, axis: int) -> list[int]:
 
 
 def _column(x: Tensor, dtype: torch.dtype = _FLOAT32) -> Tensor:
-    """One number per channel, (1, C, 1, ...)."""
+    """Returns an empty tensor with one number per channel, (1, C, 1, ...)."""
     return x.new_empty(_kept_shape(x, 1), dtype=dtype)
 
 
 def _vector(x: Tensor, dtype: torch.dtype = _FLOAT32) -> Tensor:
-    """One number per channel, (C,)."""
+    """Returns an empty tensor with one number per channel, (C,)."""
     return x.new_empty(x.shape[1], dtype=dtype)
 
 
@@ -77,7 +77,7 @@ def _quantized(x: Tensor, scale: Tensor) -> Quantized:
 
 
 def product_plan(call: ProductCall, a: Tensor, b: Tensor) -> None:
-    """Nothing is prepared."""
+    """Prepares nothing."""
 
 
 def product(call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> Quantized:
 
 
 def quantize_plan(x: Tensor, axis: int) -> tuple[()]:
-    """Nothing is prepared."""
+    """Prepares nothing."""
     return ()
 
 
@@ -231,7 +231,7 @@ def conv_normalize_batch(
 
 
 def _output(call: ProductCall, x: Tensor) -> Tensor:
-    """A convolution's output, channels last."""
+    """Returns an empty output of a convolution, channels last."""
     return torch.empty_strided(call.size, layout.last_strides(call.size), dtype=_FLOAT32, device=x.device)
 
 
@@ -314,7 +314,7 @@ def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Te
 
 
 def has_max_pool(x: Tensor, window: Window) -> bool:
-    """PyTorch's own max_pool2d is used."""
+    """Returns False: PyTorch's own max_pool2d is used."""
     return False
 
 
@@ -332,12 +332,12 @@ def max_pool_grad(g: Tensor, taps: Tensor, size: Sequence[int], window: Window) 
 
 
 def take_pixels(x: Tensor, stride: Pair) -> Tensor | None:
-    """PyTorch's own avg_pool2d is used."""
+    """Returns None: PyTorch's own avg_pool2d is used."""
     return None
 
 
 def spread_pixels(y: Tensor, size: Sequence[int], stride: Pair) -> Tensor | None:
-    """PyTorch's own avg_pool2d is used."""
+    """Returns None: PyTorch's own avg_pool2d is used."""
     return None
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantizer's step on the meta device: shapes, and no number is looked at.
+"""The step of a quantizer on the meta device: shapes only, no value is read.
 
-It stands for every device on which a look costs time. A training step that runs here runs there without one.
+A training step that runs here does not synchronize on a GPU either.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from byteback.ops.quantizer import DEVIATION, Gradient, floats_of, shapes
 class MetaSteps:
     """The operations of ops/quantizer.py."""
 
-    defers = False  # there are no numbers to flag, and none to read
+    defers = False  # there are no values to flag or to read
 
     def step(self, x: Gradient, state: Any, settings: Any, *_: Any) -> tuple[Tensor, Tensor]:
         return shapes(floats_of(x), settings.axis())

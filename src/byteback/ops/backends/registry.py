@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend runs an operator on given tensors: the only place that decides it, once for each call.
+"""Chooses the backend that runs an operator on given tensors, once for each call. No other file decides this.
 
     device "meta"      meta: shapes only
     another device     reference
     device "cpu"       the current path (paths.py): the reference, or the native library
 
-Empty tensors go to the reference, which needs no care with them. So do tensors whose sign is a bit, such as x.conj().imag:
-their memory holds -x. A new backend is a folder beside reference/ and a line in `_BY_DEVICE` or `_BY_PATH`.
+The reference also runs empty tensors, and tensors with the negative bit, such as x.conj().imag, whose memory contains -x. To
+add a backend, add a folder beside reference/ and a line in `_BY_DEVICE` or `_BY_PATH`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from byteback.ops.backends.cpu import library
 from byteback.ops.backends.cpu.backend import Cpu
 
 Backend = Any
-"""A namespace with the functions that reference/__init__.py lists."""
+"""A namespace with the functions listed in reference/__init__.py."""
 
 _BY_DEVICE: dict[str, Backend] = {"meta": meta}
 _BY_PATH: dict[str, Backend] = {"reference": reference, **{name: Cpu(number) for name, number in library.NUMBERS.items()}}
@@ -29,7 +29,7 @@ _current = paths.current
 
 
 def backend_for(op: str, first: Tensor, *others: Tensor | None) -> Backend:
-    """The backend that runs `op` on these tensors, which must be on one device.
+    """Returns the backend that runs `op` on these tensors, which must be on one device.
 
     >>> import torch
     >>> backend_for("quantize", torch.zeros(2, 3, device="meta")) is meta
@@ -45,17 +45,17 @@ def backend_for(op: str, first: Tensor, *others: Tensor | None) -> Backend:
 
 
 def backend_of(x: Tensor) -> Backend:
-    """The backend of dense tensors that are where x is; x itself may be a subclass without memory yet."""
+    """Returns the backend of dense tensors on the device of x. x itself may be a subclass without storage."""
     return _BY_PATH[_current()] if x.is_cpu else _BY_DEVICE.get(x.device.type, reference)
 
 
 def runs_blocks(x: Tensor) -> bool:
-    """Whether fused blocks run where x is. The reference could run them on any device, but slower than layers one by one."""
+    """Whether fused blocks run on the device of x. With the reference they would be slower than single layers."""
     return x.is_cpu or x.device.type in _BY_DEVICE
 
 
 def _elsewhere(op: str, tensors: tuple[Tensor | None, ...]) -> Backend:
-    """The backend of tensors that the native library cannot read."""
+    """Returns the backend of tensors that the native library cannot read."""
     same_device(op, tensors)
     first = tensors[0]
     assert first is not None
@@ -63,7 +63,7 @@ def _elsewhere(op: str, tensors: tuple[Tensor | None, ...]) -> Backend:
 
 
 def same_device(op: str, arguments: Iterable[Any]) -> None:
-    """Refuses tensors on different devices; other arguments are ignored.
+    """Raises ValueError if tensors are on different devices. Other arguments are ignored.
 
     >>> import torch
     >>> same_device("quantize", (torch.zeros(2), None, torch.zeros(3, device="meta")))
@@ -79,5 +79,5 @@ def same_device(op: str, arguments: Iterable[Any]) -> None:
         elif argument.device != first.device:
             raise ValueError(
                 f"{op}: a tensor of shape {tuple(first.shape)} is on {first.device}, but one of shape {tuple(argument.shape)} "
-                f"is on {argument.device}; an operator reads all its tensors on one device. Move them with .to(device)."
+                f"is on {argument.device}; all tensors must be on one device. Move them with .to(device)."
             )

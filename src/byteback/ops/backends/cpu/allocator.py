@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that are used again: large results live in memory that returns to the pool when their storage dies.
+"""A memory pool for large results. A block returns to the pool when its storage is freed.
 
-glibc hands every block above 32 MB back to the system when it is freed, and a training step would page in the same hundreds
-of megabytes anew each time. A block is lent to one storage at a time: a tensor, a view, a saved tensor or a numpy array keeps
-that storage alive and the block out of reach, however long it lives. What lies idle is bounded by `limit`, and `offer` tells
-the system that it may take it: it does so when memory is short, and until then the next use pages nothing in (to tell it takes
-about a hundredth of a ResNet-18's step).
+glibc returns every block above 32 MB to the system when it is freed, so a training step would page in the same hundreds of
+megabytes each time. A block belongs to one storage at a time. While a tensor, a view, a saved tensor or a numpy array keeps
+that storage alive, the block is not used again. `limit` is the maximum size of unused blocks. `offer` tells the system that
+it may take them. It does so when memory is short; until then the next use needs no page faults. (The call takes about 1 % of a
+training step of ResNet-18.)
 
-The blocks are kept by the native library (csrc/core/pool.cpp), which hands them out as DLPack capsules: a call takes 1 µs;
-bookkeeping in Python took 4 µs, and 50 µs once a large layer had swept it from the caches. Blocks below 1 MB are malloc's,
-which keeps them itself. Without the native library nothing is pooled.
+The native library stores the blocks (csrc/core/pool.cpp) and returns them as DLPack capsules. A call takes 1 µs; the same in
+Python took 4 µs, and 50 µs after a large layer had evicted it from the caches. Blocks below 1 MB come from malloc, which
+reuses them itself. Without the native library there is no pool.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from byteback.ops.backends.cpu.addresses import CPU
 
 _native = library.native
 tensor_of = torch._C._from_dlpack
-"""The tensor of a capsule that the native library made."""
+"""Returns the tensor of a capsule of the native library."""
 MOST_AXES = 8
-"""Of a tensor that the native library makes (csrc/bindings/bindings_pool.cpp)."""
+"""The maximum rank of a tensor that the native library creates (csrc/bindings/bindings_pool.cpp)."""
 _TYPES = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.int8: (0, 8), torch.uint8: (1, 8)}  # code and bits in DLPack
 
 
@@ -39,39 +39,39 @@ def _physical_memory() -> int:
 
 
 limit = _physical_memory() // 4
-"""Bytes that may lie idle; beyond them the sizes that were not asked for longest go back to the system."""
+"""The maximum number of unused bytes. Above it, the least recently used sizes are returned to the system."""
 
 
 def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised dense tensor of float32, bfloat16, int8 or uint8; only memory of the CPU is pooled."""
+    """Returns an uninitialized dense tensor of float32, bfloat16, int8 or uint8. Only CPU memory is pooled."""
     if _native is None or device != CPU or len(shape) > MOST_AXES:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # Nobody but the tensor has its storage: autograd adds gradients in place only into such ones.
+    # Only the tensor references its storage: autograd accumulates gradients in place only into such tensors.
     return tensor_of(_native.pool_lend(shape, strides, *_TYPES[dtype], limit))
 
 
 def empty_like(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An uninitialised tensor that lies in memory as the dense tensor x does."""
+    """Returns an uninitialized tensor with the sizes and strides of the dense tensor x."""
     return empty(x.shape, x.stride(), dtype, x.device)
 
 
 def offer() -> None:
-    """Leaves the pages of idle blocks to the system, which takes them when memory is short; until then they are used again."""
+    """Allows the system to take the pages of unused blocks when memory is short. Until then they are reused."""
     if _native is not None:
         _native.pool_offer()
 
 
 def held() -> int:
-    """Bytes of all blocks that the system cannot have: lent ones, and idle ones that were not offered."""
+    """Returns the bytes of all blocks that the system cannot take: used ones, and unused ones that were not offered."""
     return 0 if _native is None else sum(_native.pool_sizes())
 
 
 def idle() -> int:
-    """Bytes of the blocks that nobody uses now and that the system cannot have either."""
+    """Returns the bytes of the unused blocks that were not offered to the system."""
     return 0 if _native is None else _native.pool_sizes()[1]
 
 
 def release() -> None:
-    """Gives idle blocks back to the system; those in use come back to the pool when they die."""
+    """Returns unused blocks to the system. Used blocks return to the pool when they are freed."""
     if _native is not None:
         _native.pool_release()

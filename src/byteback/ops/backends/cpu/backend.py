@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend of one native path: the functions of the families here, with the number of the path filled in."""
+"""The backend of one native path: the functions of this folder, with the number of the path as first argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Cpu:
     """The native library on one path."""
 
     steps = "cpu.quantizer"
-    """The module of a quantizer's steps."""
+    """The module with the steps of a quantizer."""
 
     def __init__(self, path: int) -> None:
         self.path = path

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward passes of a fused block on the native library.
+"""The forward passes of a fused block in the native library.
 
-Tensors are channels last and dense, vectors dense, none of them empty. These functions run a few hundred times per training
-step, so they call little but torch.empty and the last checks on the way to the library (addresses.py).
+Tensors are channels last and dense, vectors are dense, none is empty. These functions run a few hundred times per training
+step, so they call little more than torch.empty and the checks in addresses.py.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from byteback.ops.contract.layout import channels_last, last_strides
 from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormState, ProductCall, Residual, Wants
 
 _native: Any = library.native
-# Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
+# Bound once: after a large layer every attribute look-up in torch is a cache miss.
 _threads = torch.get_num_threads
 _FLOAT32, _FLOAT64, _INT64, _INT8, _UINT8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
 STORED = {None: 0, "bfloat16": 1, "int8": 2}
-"""How a norm's input is stored: enum class Stored in csrc/block/norm.h."""
+"""The form in which the input of a norm is saved: enum class Stored in csrc/block/norm.h."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -38,7 +38,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 def forward_pass(
     rows: int, channels: int, activation: str, kept: int = 0, pitch: int | None = None, has_residual: bool = False
 ) -> Any:
-    """csrc/bindings/structs.h's ForwardPass."""
+    """Returns the ForwardPass (csrc/bindings/structs.h)."""
     row = TABLE[activation]
     return _native.ForwardPass(
         rows=rows,
@@ -53,7 +53,7 @@ def forward_pass(
 
 
 def residual_numbers(residual: Residual, count: int) -> tuple[int, int]:
-    """The address of the residual, and of the scale of one that is int8."""
+    """Returns the address of the residual, and that of its scale if it is int8."""
     if residual is None or isinstance(residual, Tensor):
         return last(residual, _FLOAT32, count), 0
     values, scale = residual
@@ -61,12 +61,12 @@ def residual_numbers(residual: Residual, count: int) -> tuple[int, int]:
 
 
 def place(x: Tensor | None, dtype: torch.dtype, count: int, into: Into | None) -> int:
-    """Where a pass writes: a tensor of its own, or a part of a wider one."""
+    """Returns the address that a pass writes to: a tensor of its own, or a slice of a wider one."""
     return last(x, dtype, count) if into is None else part(x, dtype, count, into.pitch)
 
 
 def kept_numbers(kept: Kept | None, count: int, channels: int) -> tuple[int, int, int, int]:
-    """Where the norm's input is stored: values, kind, step, centre."""
+    """Returns the numbers of the saved input of a norm: address of the values, kind, addresses of step and centre."""
     if kept is None:
         return 0, 0, 0, 0
     if isinstance(kept, Tensor):
@@ -77,7 +77,7 @@ def kept_numbers(kept: Kept | None, count: int, channels: int) -> tuple[int, int
 
 
 def _room(x: Tensor, keep: str | None, extremes: Extremes | None) -> Kept | None:
-    """An empty place for x in a smaller form, with its step and centre."""
+    """Returns empty tensors for x in a smaller form, with its step and centre."""
     if keep is None:
         return None
     if extremes is None:
@@ -179,7 +179,7 @@ def conv_normalize(
     want_float: bool,
     into: Into | None,
 ) -> Normalized:
-    """Pieces of the product go through an epilogue (csrc/block/epilogue.h) while they are in the cache, if a kernel can."""
+    """Applies an epilogue (csrc/block/epilogue.h) to tiles of the product in the cache, if the kernel supports it."""
     if call.plan is None:
         return reference.conv_normalize(call, operands, a, b, residual, activation, clip, want_float, into)
     x, w, scales, alive = laid_out(path, call, *operands)
@@ -208,7 +208,7 @@ def conv_normalize(
         output=place(output, _FLOAT32, count, into),
         threads=_threads(),
     )
-    del alive  # the scales, until here
+    del alive  # the scales must exist until here
     if kernel:
         library.last_kernel = kernel
         return Normalized(values, scale, output, None, counts)
@@ -216,7 +216,7 @@ def conv_normalize(
     return normalize(path, y, a, b, residual, activation, clip, want_float, False, None, None, into)
 
 
-# ---- a norm that uses its batch: several passes in one call ----------------------------------------------------------
+# ---- a norm with batch statistics: several passes in one call --------------------------------------------------------
 
 
 def normalize_batch(path: int, x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants) -> Normalized:
@@ -237,7 +237,7 @@ def conv_normalize_batch(
     activation: str,
     wants: Wants,
 ) -> tuple[Tensor, Normalized]:
-    """A large output is counted while it is written (csrc/block/epilogue.h) and not read for it."""
+    """Computes the statistics of a large output while it is written (csrc/block/epilogue.h), without reading it again."""
     if call.plan is None or not is_writable(norm.running):
         return reference.conv_normalize_batch(call, operands, norm, residual, activation, wants)
     y = allocator.empty(call.size, last_strides(call.size), _FLOAT32, CPU)
@@ -252,7 +252,7 @@ def conv_normalize_batch(
 def _request(
     x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants
 ) -> tuple[Any, Any, Any, Normalized, Tensor]:
-    """The pass, what it reads and what it writes for the library; the result, and what else must live until it is filled."""
+    """Returns the pass, its inputs and its outputs for the library; the result, and what must exist until it is filled."""
     row, count, channels = TABLE[activation], x.numel(), x.shape[1]
     is_known = residual is None and row.is_monotone
     rows, width = count // channels, (channels + 7) // 8
@@ -289,7 +289,7 @@ def _request(
 
 
 def _given(x: Tensor, norm: BatchNorm, residual: Residual, count: int, channels: int) -> Any:
-    """csrc/bindings/structs.h's BatchGiven."""
+    """Returns the BatchGiven (csrc/bindings/structs.h)."""
     gamma, beta, bias, eps, running, momentum = norm
     mean, var = running or (None, None)
     added, added_scale = residual_numbers(residual, count)
@@ -308,7 +308,7 @@ def _given(x: Tensor, norm: BatchNorm, residual: Residual, count: int, channels:
 
 
 def _batch_room(x: Tensor, keep: str | None) -> Kept | None:
-    """An empty place for x in a smaller form; the library also finds the step and the centre."""
+    """Returns empty tensors for x in a smaller form. The library also computes the step and the centre."""
     if keep is None:
         return None
     if keep == "bfloat16":

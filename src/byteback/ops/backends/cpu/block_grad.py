@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward passes of a fused block on the native library, and what two int8 copies of its gradient need.
+"""The backward passes of a fused block in the native library, and what two int8 copies of its gradient need.
 
-Tensors are channels last and dense, vectors dense, none of them empty.
+Tensors are channels last and dense, vectors are dense, none is empty.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from byteback.ops.backends.cpu.quantize import pair_room, quantized_to
 from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, Quantized
 
 _native: Any = library.native
-# Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
+# Bound once: after a large layer every attribute look-up in torch is a cache miss.
 _threads = torch.get_num_threads
 _FLOAT32, _FLOAT64, _INT64, _INT8, _UINT8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
 
@@ -35,7 +35,7 @@ def backward_of(
     q: Tensor | None = None,
     r: Tensor | None = None,
 ) -> Any:
-    """csrc/block/norm.h's Backward. The caller keeps the tensors alive."""
+    """Returns the Backward (csrc/block/norm.h). The caller keeps the tensors alive."""
     row, count, channels = TABLE[activation], g.numel(), g.shape[1]
     rows, (there, kind, step, centre) = count // channels, kept_numbers(x, count, channels)
     return _native.Backward(
@@ -146,7 +146,7 @@ def normalize_grad_batch(
 
 
 def _column(g: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for one number per channel, (1, C, 1, ...)."""
+    """Returns an empty tensor with one number per channel, (1, C, 1, ...)."""
     return new((1, g.shape[1], *(1,) * (g.dim() - 2)), dtype)
 
 

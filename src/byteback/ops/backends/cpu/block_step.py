@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fused block's training step on the native library: one call for each direction (csrc/bindings/bindings_step.cpp).
+"""The training step of a fused block in the native library: one call per direction (csrc/bindings/bindings_step.cpp).
 
-`make_site` checks once what does not change from step to step, and makes the library's plans of it. A step then only looks
-whether parameters and buffers are where they were: those that have moved are checked again.
+`make_site` checks once what does not change from step to step, and creates the plans of the library from it. A step then only
+compares the addresses of parameters and buffers. If one has moved, they are checked again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from byteback.ops.contract.layout import dense_strides, is_last_dense, last_stri
 from byteback.ops.programs import Averaged, Held
 
 _native: Any = library.native
-# Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
+# Bound once: after a large layer every attribute look-up in torch is a cache miss.
 _threads = torch.get_num_threads
 _tensor_of = allocator.tensor_of
 _FLOAT32, _INT64 = torch.float32, torch.int64
@@ -35,7 +35,7 @@ Saved = tuple[Tensor | None, ...]
 
 
 class Site:
-    """One call site of a block: the plans of its shapes and of its clip rule, and where its tensors were at the last step."""
+    """One call site of a block: the plans of its shapes and of its clip rule, and the last addresses of its tensors."""
 
     def __init__(self, path: int, plan: Any, gradient: Any, shape: BlockShape, momentum: float, slot: int) -> None:
         self._path, self._plan, self._gradient, self._slot = path, plan, gradient, slot
@@ -53,7 +53,7 @@ class Site:
         tensors: tuple[Tensor, ...],
         momentum: float,
     ) -> list[Any] | None:
-        """ops/block_step.py says what it reads and returns."""
+        """Runs forward. ops/block_step.py describes arguments and results."""
         values, scale, clip, counts = x
         if values.stride() != self._x_strides or (residual is not None and residual.stride() != self._strides):
             return None
@@ -81,7 +81,7 @@ class Site:
         return [None if capsule is None else _tensor_of(capsule) for capsule in capsules]
 
     def _place_forward(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Checks the tensors and tells the library where they are; False where it cannot use one."""
+        """Checks the tensors and passes their addresses to the library. Returns False if it cannot use one of them."""
         weight, gamma, beta, mean, var, iteration, *buffers = tensors
         if not is_writable((mean, var)) or not ledger.is_ready(tuple(buffers), self._slot):  # type: ignore[arg-type]
             return False
@@ -96,7 +96,7 @@ class Site:
 
     @staticmethod
     def places(saved: Saved) -> list[int]:
-        """Where the tensors are that were saved for backward."""
+        """Returns the addresses of the tensors that were saved for backward."""
         return places(saved)
 
     def backward(
@@ -109,7 +109,7 @@ class Site:
         rank: int,
         counts_iteration: bool,
     ) -> tuple[bool, int, tuple[int, int], list[Any]] | None:
-        """ops/block_step.py says what it reads and returns."""
+        """Runs backward. ops/block_step.py describes arguments and results."""
         if g.stride() != self._strides or places(saved) != saved_at:
             return None
         there = places(tensors)
@@ -160,9 +160,9 @@ class Site:
 
 
 def make_site(path: int, shape: BlockShape, settings: tuple[Any, ...], for_tensor: bool, slot: int) -> Site | None:
-    """The site of a block of this shape; None where the operators must run one by one.
+    """Returns the site of a block of this shape; None if the operators must run one by one.
 
-    `settings` are those of the input, of the gradient, and of its second copy where there is one.
+    `settings` are those of the input, of the gradient, and of its second copy if there is one.
     """
     gradient = _gradient_plan(settings[1:], for_tensor)
     plan = _plan(shape, settings[0].observe_every)
@@ -172,7 +172,7 @@ def make_site(path: int, shape: BlockShape, settings: tuple[Any, ...], for_tenso
 
 
 def _plan(shape: BlockShape, observe_every: int) -> Any:
-    """csrc/bindings/bindings_step.cpp's BlockPlan; None for layouts that it does not write."""
+    """Returns the BlockPlan (csrc/bindings/bindings_step.cpp); None for layouts that it does not support."""
     size, row, wants = shape.size, TABLE[shape.activation], shape.wants
     weight = torch.empty_strided(shape.weight_size, shape.weight_strides, device="meta")
     is_last = is_last_dense(weight.shape, weight.stride())
@@ -183,7 +183,7 @@ def _plan(shape: BlockShape, observe_every: int) -> Any:
         or len(size) > allocator.MOST_AXES
     ):
         return None
-    # The gradients are channels last where that of the output or the weight is, as PyTorch has it (layout.py).
+    # A gradient is channels last if one of its two operands is, as in PyTorch (layout.py).
     last = lies_last(size, last_strides(size)) or lies_last(weight.shape, weight.stride())
     grad_input = shape.x_size, dense_strides(list(shape.x_size), last)
     last = lies_last(size, last_strides(size)) or lies_last(shape.x_size, last_strides(shape.x_size))
@@ -210,7 +210,7 @@ def _plan(shape: BlockShape, observe_every: int) -> Any:
 
 
 def _gradient_plan(settings: tuple[Any, ...], for_tensor: bool) -> Any:
-    """csrc/bindings/bindings_step.cpp's GradientPlan; None for clip rules that it does not know."""
+    """Returns the GradientPlan (csrc/bindings/bindings_step.cpp); None for clip rules that it does not support."""
     first = settings[0]
     rule, program = first.rule, first.rule.clip.program()
     common = {"stochastic": rule.rounding == "stochastic", "observe_every": first.observe_every}
@@ -220,7 +220,7 @@ def _gradient_plan(settings: tuple[Any, ...], for_tensor: bool) -> Any:
     if type(program) is not Held or len(settings) > 1 or rule.per not in ("tensor", "K"):
         return None
     period, band, saturated = program
-    if rule.per == "K" and not band:  # clips per channel that are held themselves
+    if rule.per == "K" and not band:  # the clips per channel are held, not their ratio to max|g|
         return None
     kind = _RATIO if rule.per == "K" else _HELD
     return _native.GradientPlan(kind=kind, period=period, band=band, saturated=saturated, **common)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two float operators of detectors on the native library: nms and roi_align (csrc/detect/detect.h).
+"""Two float operators of detectors in the native library: nms and roi_align (csrc/detect/detect.h).
 
-`is_ready` says whether it can take these tensors; byteback/detection_ops.py has the same in PyTorch for the others.
+`is_ready` returns whether the library can take these tensors. byteback/detection_ops.py does the same in PyTorch for others.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _native: Any = library.native
 
 
 class RoiCall(NamedTuple):
-    """How boxes are pooled: the sizes of the map and of the result, and the arguments of roi_align."""
+    """The arguments of roi_align, and the sizes of the feature map and of the result."""
 
     images: int
     channels: int
-    size: tuple[int, int]  # of the map: height, width
+    size: tuple[int, int]  # height and width of the feature map
     boxes: int
     bins: tuple[int, int]
     scale: float
@@ -32,12 +32,12 @@ class RoiCall(NamedTuple):
 
 
 def is_ready(*tensors: Tensor) -> bool:
-    """Whether the library is there and these tensors are float32 on the CPU."""
+    """Whether the library is loaded and these tensors are float32 on the CPU."""
     return library.native is not None and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
 
 
 def nms(boxes: Tensor, iou_threshold: float) -> Tensor:
-    """Which of the boxes, best first and dense, survive."""
+    """Returns which boxes are kept. `boxes` is dense and sorted by score, highest first."""
     kept, count = torch.empty(len(boxes), dtype=torch.bool, device=CPU), len(boxes)
     _native.nms(
         count=count,
@@ -49,7 +49,7 @@ def nms(boxes: Tensor, iou_threshold: float) -> Tensor:
 
 
 def roi_align(call: RoiCall, input: Tensor, rois: Tensor) -> Tensor:
-    """The pooled boxes, channels last; `rois` is dense."""
+    """Returns the pooled boxes, channels last. `rois` is dense."""
     size = call.boxes, call.channels, *call.bins
     output = torch.empty(size, dtype=torch.float32, device=CPU, memory_format=torch.channels_last)
     _run(_native.roi_align, call, input, rois, output)
@@ -57,7 +57,7 @@ def roi_align(call: RoiCall, input: Tensor, rois: Tensor) -> Tensor:
 
 
 def roi_align_grad(call: RoiCall, grad_output: Tensor, rois: Tensor) -> Tensor:
-    """The gradient of the map, channels last."""
+    """Returns the gradient of the feature map, channels last."""
     size = call.images, call.channels, *call.size
     grad_input = torch.empty(size, dtype=torch.float32, device=CPU, memory_format=torch.channels_last)
     _run(_native.roi_align_grad, call, grad_output, rois, grad_input)
@@ -65,8 +65,8 @@ def roi_align_grad(call: RoiCall, grad_output: Tensor, rois: Tensor) -> Tensor:
 
 
 def _run(kernel: Any, call: RoiCall, source: Tensor, rois: Tensor, target: Tensor) -> None:
-    """A kernel from `source` to `target`, which is channels last."""
-    source = source.permute(0, 2, 3, 1).contiguous()  # no copy where it is channels_last
+    """Runs a kernel that reads `source` and writes `target`, which is channels last."""
+    source = source.permute(0, 2, 3, 1).contiguous()  # no copy if it is channels_last
     images, channels, size, boxes, bins, scale, samples, aligned = call
     shape = _native.RoiShape(
         batch=images,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a quantizer's buffers are for the native library, which writes one row of them (csrc/quantizer/ledger.h)."""
+"""Addresses of the buffers of a quantizer for the native library, which writes one row of them (csrc/quantizer/ledger.h)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from byteback.ops.quantizer import COLUMNS
 _float32, _int64 = torch.float32, torch.int64
 
 Buffers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""clip, initialized, updated_at, observed, seen, tracked: of a Quantizer, in this order."""
+"""clip, initialized, updated_at, observed, seen and tracked of a Quantizer, in this order."""
 
 
 def is_ready(buffers: Buffers, slot: int) -> bool:
-    """Whether the native library can write to row `slot`: load_state_dict(assign=True) may have put other tensors there."""
+    """Whether the native library can write to row `slot`. load_state_dict(assign=True) may have replaced the buffers."""
     clip, initialized, updated_at, observed, seen, tracked = buffers
     slots, entries = clip.shape
     return (
@@ -31,7 +31,7 @@ def is_ready(buffers: Buffers, slot: int) -> bool:
 
 
 def row(buffers: Buffers, slot: int) -> dict[str, int]:
-    """The addresses of row `slot`, and how many numbers its clip has."""
+    """Returns the addresses of row `slot`, and how many numbers its clip has."""
     clip, initialized, updated_at, observed, seen, tracked = buffers
     entries = clip.shape[1]
     first, number = slot * entries * 4, slot * 4

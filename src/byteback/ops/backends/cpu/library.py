@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the native library and says which of its paths can run on this machine.
+"""Loads the native library and checks which of its paths can run on this machine.
 
-avx512vnni is compared with the generic path on small products, and on sums as deep as an int32 holds, before it is first used.
-It is refused with a warning if a bit differs.
+Before its first use, avx512vnni is compared with the generic path on small products and on the longest sums that fit into
+int32. If a bit differs, the path is not used and a warning is given.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ except ImportError as error:
     _load_error = str(error)
 
 NUMBERS = {"generic": 0, "avx2": 1, "avx512vnni": 2}  # enum class Path in csrc/core/path.h
-_SELF_CHECKED = ("avx512vnni",)  # no machine of the project's tests is sure to have it
+_SELF_CHECKED = ("avx512vnni",)  # the machines that run the project's tests may not have it
 
 last_kernel = ""
 """The native kernel that ran the last product, such as "avx2/winograd"; empty if another backend ran it."""
 
 
 def why_not(path: str) -> str:
-    """Why a native path cannot run here; empty if it can."""
+    """Returns why a native path cannot run here; empty if it can."""
     if native is None:
         return f"this build has no native library ({_load_error})"
     if not native.is_compiled(NUMBERS[path]):
@@ -40,13 +40,13 @@ def why_not(path: str) -> str:
 
 @functools.cache
 def self_check(path: str) -> str:
-    """Why a path that could run must not be used, found once by comparing it with the generic one; empty if all is well."""
+    """Compares a path with the generic one, once. Returns why it must not be used; empty if all bits are equal."""
     found: str = native.self_check(NUMBERS[path])
     if not found:
         return ""
     warnings.warn(
-        f"byteback: path {path!r} is not used, because its self-check failed on this machine: {found}. Results stay right, on "
-        "a slower path. Please report this with the output of `byteback doctor`.",
+        f"byteback: path {path!r} is not used, because its self-check failed on this machine: {found}. A slower path "
+        "is used, with correct results. Please report this with the output of `byteback doctor`.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Magnitude-aware clips on the native library (csrc/bindings/bindings_pairs.cpp): a little arithmetic around two readings."""
+"""Magnitude-aware clips in the native library (csrc/bindings/bindings_pairs.cpp)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _FLOAT32, _FLOAT64, _INT64, _INT8 = torch.float32, torch.float64, torch.int64, t
 
 
 def _rule(rule: Averaged, before_one: Before, before_each: Before, channels: int) -> Any:
-    """csrc/bindings/magnitude_clips.h's MagnitudeClips."""
+    """Returns the MagnitudeClips (csrc/bindings/magnitude_clips.h)."""
     threshold, keep, add = rule
     last_one, last_each = flat(before_one, _FLOAT32, 1), flat(before_each, _FLOAT32, channels)
     return _native.MagnitudeClips(threshold=threshold, keep=keep, add=add, before_one=last_one, before_each=last_each)
 
 
 def _sizes(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of one clip, and of one for each channel."""
+    """Returns the size of one clip, and that of a clip per channel."""
     return (1,) * x.dim(), (1, x.shape[1], *(1,) * (x.dim() - 2))
 
 

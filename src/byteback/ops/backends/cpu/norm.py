@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of a norm per channel on the native library.
+"""The arithmetic of a norm per channel in the native library.
 
-One version for every native path; as PyTorch calls it would take longer than the pass over a small layer.
+All native paths use the same code. With PyTorch calls it would take longer than a pass over a small layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLOAT32, _FLOAT64 = torch.float32, torch.float64
 
 
 def is_writable(running: Running) -> bool:
-    """Whether a kernel can write to the running statistics, which are never copied."""
+    """Whether a kernel can write to the running statistics. They are written to in place, so they are not copied."""
     return running is None or (running[0].is_contiguous() and running[1].is_contiguous())
 
 

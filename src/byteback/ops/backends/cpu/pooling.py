@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools of float32 images on the native library; PyTorch's own operators take the others."""
+"""Pools of float32 images in the native library. Others use PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from byteback.ops.types import Pair, Window
 _native: Any = library.native
 _threads = torch.get_num_threads
 _FLOAT32, _UINT8 = torch.float32, torch.uint8
-_TAPS = 256  # what a byte can tell apart
+_TAPS = 256  # the number of values of a byte
 
 
 def _image(size: Sequence[int], dtype: torch.dtype = _FLOAT32) -> Tensor:
-    """An empty image with channels last."""
+    """Returns an empty image, channels last."""
     return allocator.empty(size, layout.dense_strides(list(size), True), dtype, CPU)
 
 
 def has_max_pool(path: int, x: Tensor, window: Window) -> bool:
-    """For float32 images and windows of at most 256 taps."""
+    """Whether the library supports this pool: float32 images and windows of at most 256 taps."""
     if x.dim() != 4 or x.dtype is not _FLOAT32 or not x.numel():
         return False
     return window.is_valid() and window.kernel[0] * window.kernel[1] <= _TAPS and min(window.counts(x.shape[2:])) > 0
@@ -35,7 +35,7 @@ def has_max_pool(path: int, x: Tensor, window: Window) -> bool:
 
 @lru_cache(maxsize=1024)
 def _windows(size: tuple[int, ...], window: Window) -> Any:
-    """csrc/block/max_pool.h's Windows."""
+    """Returns the Windows (csrc/block/max_pool.h)."""
     kernel, stride, padding, dilation, _ = window
     count = window.counts(size[2:])
     given = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "count": count}
@@ -67,7 +67,7 @@ def max_pool_grad(path: int, g: Tensor, taps: Tensor, size: Sequence[int], windo
 
 @lru_cache(maxsize=1024)
 def _pixels(size: tuple[int, ...], stride: Pair) -> tuple[Any, tuple[int, ...]]:
-    """csrc/block/pixels.h's Pixels, and the size of what is taken."""
+    """Returns the Pixels (csrc/block/pixels.h), and the size of the selected pixels."""
     count = (size[2] - 1) // stride[0] + 1, (size[3] - 1) // stride[1] + 1
     made = _native.Pixels(batch=size[0], channels=size[1], size=size[2:], stride=stride, count=count)
     return made, (*size[:2], *count)

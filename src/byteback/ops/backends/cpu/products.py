@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The integer products on the native library: layouts, addresses, results.
+"""The integer products in the native library.
 
-The library reads activations as N, D, H, W, C and weights as K, T, R, S, C, dense. A channels_last tensor is that already;
-others are copied, contiguous ones by the library's own transpose. 1-D and 2-D convolutions are 3-D ones with sizes of 1.
-The operator has checked the arguments, and the key of its plan proves what a kernel will read.
+The library reads activations as N, D, H, W, C and weights as K, T, R, S, C, dense. channels_last tensors have this layout.
+Others are copied, contiguous ones by a transpose of the library. 1-D and 2-D convolutions are 3-D ones with sizes of 1. The
+operator has checked the arguments, and the key of its plan proves what a kernel will read.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from byteback.ops.contract.scale_rule import combine_scales
 from byteback.ops.types import Geometry, ProductCall
 
 _native: Any = library.native
-# Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
+# Bound once: after a large layer every attribute look-up in torch is a cache miss.
 _threads = torch.get_num_threads
 _FLOAT32 = torch.float32
 
-_TILE = 16  # bytes on either side of a tile in csrc/elementwise/x86/transpose_avx2.cpp
+_TILE = 16  # bytes per side of a tile in csrc/elementwise/x86/transpose_avx2.cpp
 
 
 def _transpose(path: int, source: Tensor, result: Tensor, batch: int, rows: int, columns: int) -> Tensor:
-    """Dense matrices (rows, columns) as (columns, rows), each."""
+    """Transposes a batch of dense matrices (rows, columns)."""
     _native.transpose(
         path,
         batch=batch,
@@ -46,21 +46,21 @@ def _transpose(path: int, source: Tensor, result: Tensor, batch: int, rows: int,
 
 
 def _channels_last(path: int, x: Tensor) -> Tensor:
-    """x (N, C, ...) as a dense (N, ..., C) tensor; only its memory counts, not its shape."""
+    """Returns a tensor whose memory is x (N, C, ...) as dense (N, ..., C). Its shape has no meaning."""
     n, c = x.shape[:2]
     pixels = math.prod(x.shape[2:])
-    if pixels < _TILE or not x.is_contiguous():  # the taps of a 3x3 weight fill no tile: PyTorch's copy is faster
+    if pixels < _TILE or not x.is_contiguous():  # a 3x3 weight does not fill a tile: PyTorch's copy is faster
         return x.movedim(1, -1).contiguous()
     return _transpose(path, x, allocator.empty_like(x, x.dtype), n, c, pixels)
 
 
 def _three(values: Sequence[int], fill: int) -> list[int]:
-    """Per-axis numbers of a 1-D, 2-D or 3-D convolution, filled up in front to three."""
+    """Returns the numbers per axis of a 1-D, 2-D or 3-D convolution as three, with `fill` in front."""
     return [fill] * (3 - len(values)) + list(values)
 
 
 def conv_shape(x_size: Sequence[int], w_size: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> Any:
-    """csrc/core/types.h's ConvShape."""
+    """Returns the ConvShape (csrc/core/types.h)."""
     stride, padding, dilation, groups = geometry
     return _native.ConvShape(
         batch=x_size[0],
@@ -77,24 +77,24 @@ def conv_shape(x_size: Sequence[int], w_size: Sequence[int], out_size: Sequence[
 
 
 class Plan(NamedTuple):
-    """How a product of given shapes and strides runs: made once, used at every call."""
+    """How to run a product of given shapes and strides. It is created once and used at every call."""
 
     function: Any  # of the native library
-    shape: Any  # csrc/core/types.h's ConvShape
+    shape: Any  # ConvShape (csrc/core/types.h)
     size: tuple[int, ...]  # of the result
     strides: tuple[int, ...]
-    a_is_last: bool  # whether a is in memory as the library reads it, else it is transposed; b and the result likewise
+    a_is_last: bool  # whether a has the layout that the library reads, else it is transposed; b and the result likewise
     b_is_last: bool
     result_is_last: bool
-    single: bool  # one scale for either operand
-    is_plain: bool  # all of that: nothing to do but multiply
+    single: bool  # each operand has a single scale
+    is_plain: bool  # all four are True: the operands need no preparation
 
 
 _FUNCTIONS = {"output": "conv_output", "grad_input": "conv_grad_input", "grad_weight": "conv_grad_weight"}
 
 
 def product_plan(path: int, call: ProductCall, a: Tensor, b: Tensor) -> Plan | None:
-    """The plan of a product; None for an empty one, which the reference computes."""
+    """Returns the plan of a product; None for an empty product, which the reference computes."""
     if 0 in a.shape or 0 in b.shape:
         return None
     a_is_last, b_is_last = layout.is_last_dense(a.shape, a.stride()), layout.is_last_dense(b.shape, b.stride())
@@ -115,7 +115,8 @@ def product_plan(path: int, call: ProductCall, a: Tensor, b: Tensor) -> Plan | N
 def laid_out(
     path: int, call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, int], Tensor]:
-    """Both operands channels last, where their scales are (as in csrc/bindings/structs.h's Operands), and what holds them."""
+    """Returns both operands channels last, the addresses of their scales (Operands in csrc/bindings/structs.h), and a tensor
+    that keeps the scales alive."""
     plan: Plan = call.plan
     a = a if plan.a_is_last else _channels_last(path, a)
     b = b if plan.b_is_last else _channels_last(path, b)
@@ -128,7 +129,7 @@ def laid_out(
 
 
 def product(path: int, call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """The product in the memory format that the plan says."""
+    """Returns the product in the memory format of the plan."""
     plan: Plan | None = call.plan
     if plan is None:
         return reference.product(call, a, a_scale, b, b_scale)
@@ -150,14 +151,14 @@ def product(path: int, call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor,
     library.last_kernel = plan.function(
         path, plan.shape, a=known(a), b=known(b), **addresses, result=known(buffer), threads=_threads()
     )
-    del alive  # the scales, until here
+    del alive  # the scales must exist until here
     if buffer is result:
         return result
     return _transpose(path, buffer, result, plan.size[0], math.prod(plan.size[2:]), plan.size[1])
 
 
 def matmul_int8(path: int, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """A 1x1 convolution: each row of a is an image of one pixel, each column of b an output channel."""
+    """Computes the product as a 1x1 convolution: each row of a is an image of one pixel, each column of b an output channel."""
     rows, columns = a.shape[0], b.shape[1]
     if not a.numel() or not b.numel():
         return reference.matmul_int8(a, a_scale, b, b_scale)
@@ -171,7 +172,7 @@ def matmul_int8(path: int, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
 def explain(
     path: int, product: str, x_size: Sequence[int], w_size: Sequence[int], out_size: Sequence[int], geometry: Geometry
 ) -> str:
-    """Which algorithm the planner picks for a product of this shape, and why."""
+    """Returns the algorithm that the planner chooses for a product of this shape, and why."""
     kind = ("output", "grad_input", "grad_weight").index(product)
     algorithm, reason = _native.explain(path, kind, conv_shape(x_size, w_size, out_size, geometry))
     return f"{algorithm}: {reason}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization on the native library. Clips per tensor, sample and channel; the reference takes all others."""
+"""Quantization in the native library, with clips per tensor, sample and channel. Other clips use the reference."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from byteback.ops.backends.cpu.rows import clip_layout, rows, strides
 from byteback.ops.types import Quantized
 
 _native: Any = library.native
-# Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
+# Bound once: after a large layer every attribute look-up in torch is a cache miss.
 _threads = torch.get_num_threads
 _FLOAT32, _INT64, _INT8 = torch.float32, torch.int64, torch.int8
 
 
 def _like(x: Tensor, laid: Tensor, values: Tensor) -> Tensor:
-    """Integers made of a dense copy of x, laid out as x asks for."""
+    """Returns `values`, which were computed from a dense copy of x, in the memory format of x."""
     return values if laid is x else torch.empty_like(x, dtype=torch.int8).copy_(values)
 
 
@@ -54,14 +54,14 @@ def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> Quantize
 
 
 class QuantizePlan(NamedTuple):
-    """How `quantize_max` treats tensors of a shape, strides and axis: made once, used at every call."""
+    """How `quantize_max` runs for a shape, strides and axis. It is created once and used at every call."""
 
-    is_dense: bool  # in memory as the kernels read it, else it is copied first
-    native: Any  # the library's own plan: layouts of x and of the results
+    is_dense: bool  # x has the layout that the kernels read, else it is copied first
+    native: Any  # the plan of the library: layouts of x and of the results
 
 
 def quantize_plan(path: int, x: Tensor, axis: int) -> QuantizePlan | tuple[()]:
-    """The plan for an axis of -1, 0 or 1; empty for the others, which the reference takes."""
+    """Returns the plan for an axis of -1, 0 or 1; empty for other axes, which use the reference."""
     if axis > 1 or x.dim() > allocator.MOST_AXES:
         return ()
     laid, given = rows(x, per_sample=axis == 0)
@@ -94,13 +94,13 @@ def noise_key(path: int, seed: Tensor, layer: Tensor, count: Tensor, rank: int) 
 
 
 def quantized_to(made: Quantized) -> Any:
-    """Where one int8 copy is written (csrc/bindings/structs.h)."""
+    """Returns the addresses that one int8 copy is written to (csrc/bindings/structs.h)."""
     values, scale, counts, peak = made
     return _native.QuantizedTo(values=known(values), scale=known(scale), counts=known(counts), peak=known(peak))
 
 
 def pair_room(like: Tensor) -> tuple[Quantized, Quantized]:
-    """Places for the two int8 copies of a tensor: by one clip and by a clip per channel."""
+    """Returns empty tensors for the two int8 copies of a tensor: by one clip and by a clip per channel."""
     per_channel = (1, like.shape[1], *(1,) * (like.dim() - 2))
     return (
         (allocator.empty_like(like, _INT8), new((1,) * like.dim(), _FLOAT32), new(2, _INT64), new((), _FLOAT32)),

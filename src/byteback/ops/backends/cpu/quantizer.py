@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantizer's step on the native library: the reference's, where a few calls take the place of many small ones.
+"""The step of a quantizer in the native library: that of the reference, with fewer calls.
 
-max|x|              clip and integers in one call
-what is written     a dozen operations on tensors of a few numbers are one call, where the buffers are as they were made
+max|x|    clip and integers in one call
+state     one call instead of a dozen operations on small tensors, unless the buffers were replaced
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _float32 = torch.float32
 
 
 class NativeSteps(Steps):
-    """The reference's steps with fewer calls."""
+    """The steps of the reference with fewer calls."""
 
     def block_site(self, shape: BlockShape, settings: tuple[Any, ...], for_tensor: bool, slot: int) -> Any:
         return make_site(library.NUMBERS[paths.current()], shape, settings, for_tensor, slot)
 
     def _memory(self, state: State, settings: Any, slot: int, now: int) -> Memory:
         rule = settings.rule
-        # tolist() of eight numbers is faster than taking one of them as a tensor.
+        # tolist() of eight numbers is faster than indexing one of them as a tensor.
         known = rule.clip.looks_back and bool(state.initialized.tolist()[slot])
         updated_at = state.updated_at.tolist()[slot] if known else 0
         return Memory(state.clip[slot], known, updated_at, now, rule.rounding == "stochastic", settings.axis())

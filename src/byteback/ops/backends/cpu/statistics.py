@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float statistics on the native library, with the bits of reference/statistics.py."""
+"""Float statistics in the native library, with the same bits as reference/statistics.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from byteback.ops.backends.cpu.addresses import CPU, dense, flat, known, last, n
 from byteback.ops.backends.cpu.rows import clip_layout, rows, strides
 
 _native: Any = library.native
-# Bound once: after a large layer every look-up in PyTorch's module is a miss of the cache.
+# Bound once: after a large layer every attribute look-up in torch is a cache miss.
 _threads = torch.get_num_threads
 _FLOAT32, _FLOAT64, _INT64, _INT8 = torch.float32, torch.float64, torch.int64, torch.int8
 
@@ -24,7 +24,7 @@ def absmax(path: int, x: Tensor, axis: int) -> Tensor:
     if x.dim() < 2 or axis > 1:
         return reference.absmax(x, axis)
     laid, given = rows(x, per_sample=axis == 0)
-    # With strides given, PyTorch makes a tensor in half the time.
+    # PyTorch creates a tensor in half the time if strides are given.
     result = torch.empty_strided(*clip_layout(x.shape, axis), dtype=_FLOAT32, device=CPU)
     address = dense(laid, _FLOAT32, x.numel())
     _native.absmax(path, given, axis=axis, x=address, result=known(result), threads=_threads())
@@ -32,7 +32,7 @@ def absmax(path: int, x: Tensor, axis: int) -> Tensor:
 
 
 def _column(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for one number per channel, (1, C, 1, ...)."""
+    """Returns an empty tensor with one number per channel, (1, C, 1, ...)."""
     return new((1, x.shape[1], *(1,) * (x.dim() - 2)), dtype)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference backend: the meaning of every operator in plain PyTorch, on any device; the oracle of every test.
+"""The reference backend: the definition of every operator in plain PyTorch, on any device. Tests compare with it.
 
-It is also the list of functions that a backend has. Autograd sees none of them: integers have no derivative.
+It also lists the functions of a backend. They run without autograd, because integers have no derivative.
 """
 
 from byteback.ops.backends.reference.block import (
@@ -84,7 +84,7 @@ __all__ = [
 ]
 
 path = None
-"""The number of the native path: none."""
+"""The number of the native path; None, because this backend has none."""
 
 steps = "reference.quantizer"
-"""The module of a quantizer's steps (ops/quantizer.py), which is loaded late: it is made of operators."""
+"""The module with the steps of a quantizer (ops/quantizer.py). It is imported late because it uses operators."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward passes of a fused block in plain PyTorch: convolution, BatchNorm, residual, activation, int8.
 
-Legend: x, residual are (N, C, ...); vectors (a, b) hold one float32 per channel. Every operation is float32 and rounds once,
-in the order written; sums are the ordered float64 sums of statistics.py. Results are channels last.
+Legend: x and residual are (N, C, ...), vectors (a, b) have one float32 per channel. Every operation is float32 and rounds
+once, in the order written. Sums are the ordered float64 sums of statistics.py. Results are channels last.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, Norm
 
 
 def column(vector: Tensor, x: Tensor) -> Tensor:
-    """A vector over the channels, shaped to broadcast over x."""
+    """Returns a vector over the channels in a shape that broadcasts over x."""
     return vector.reshape(1, -1, *(1,) * (x.dim() - 2))
 
 
 def pack_mask(bits: Tensor) -> Tensor:
-    """(N, C, ...) booleans as (pixels, ceil(C / 8)) bytes: bit c % 8 of byte c // 8, padding bits 0."""
+    """Returns (N, C, ...) booleans as (pixels, ceil(C / 8)) bytes: bit c % 8 of byte c // 8, padding bits are 0."""
     rows = statistics.rows_of(bits)
     rows = torch.nn.functional.pad(rows.to(torch.uint8), (0, -rows.shape[1] % 8))
     weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=bits.device)
@@ -35,14 +35,14 @@ def pack_mask(bits: Tensor) -> Tensor:
 
 
 def unpack_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """The booleans of a mask, shaped as x."""
+    """Returns the booleans of a mask in the shape of x."""
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
     bits = (mask.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : x.shape[1]]
     return bits.bool().reshape(x.movedim(1, -1).shape).movedim(-1, 1)
 
 
 def pre_activation(x: Tensor, a: Tensor, b: Tensor, residual: Residual) -> Tensor:
-    """z = a·x + b + residual."""
+    """Returns z = a·x + b + residual."""
     z = column(a, x) * x + column(b, x)
     if isinstance(residual, tuple):
         values, scale = residual
@@ -52,7 +52,7 @@ def pre_activation(x: Tensor, a: Tensor, b: Tensor, residual: Residual) -> Tenso
 
 @torch.no_grad()
 def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
-    """max|activation(z)|, 0-dim."""
+    """Returns max|activation(z)|, 0-dim."""
     return statistics.absmax(TABLE[activation].value(pre_activation(x, a, b, residual)), -1).reshape(())
 
 
@@ -70,7 +70,7 @@ def normalize(
     extremes: Extremes | None,
     into: Into | None,
 ) -> Normalized:
-    """activation(z) as int8 by `clip`, as float32 and as a mask; x for backward."""
+    """Returns activation(z) as int8 by `clip` and as float32, its mask, and x for backward."""
     row, z = TABLE[activation], pre_activation(x, a, b, residual)
     output = channels_last(row.value(z))
     mask = pack_mask(row.derivative(z)) if want_mask and not row.is_smooth else None
@@ -85,14 +85,14 @@ def normalize(
 
 
 def norm_step(low: Tensor, high: Tensor, centre: Tensor) -> Tensor:
-    """The int8 step of each channel: its farthest value is 127 steps from the centre."""
+    """Returns the int8 step of each channel. The value farthest from the centre is 127 steps away."""
     reach = torch.maximum((low - centre).abs(), (high - centre).abs())
     return torch.where(statistics.is_live(reach), divided_by(reach, QMAX), ZERO_SCALE)
 
 
 @torch.no_grad()
 def pack_norm(x: Tensor, keep: str, extremes: Extremes | None) -> Kept:
-    """x as bfloat16, or as int8 around the mean of each channel."""
+    """Returns x as bfloat16, or as int8 around the mean of each channel."""
     if extremes is None:
         return x.to(torch.bfloat16)
     low, high, centre = extremes
@@ -104,7 +104,7 @@ def pack_norm(x: Tensor, keep: str, extremes: Extremes | None) -> Kept:
 
 @torch.no_grad()
 def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants) -> Normalized:
-    """channel_stats, norm_coefficients, (normalize_peak) and normalize, one after the other."""
+    """Calls channel_stats, norm_coefficients, (normalize_peak) and normalize."""
     is_known = residual is None and TABLE[activation].is_monotone
     stats, count = statistics.channel_stats(x), x.numel() // max(x.shape[1], 1)
     a, b, mean, invstd, peak = norm_coefficients(stats, count, norm, activation)
@@ -129,7 +129,7 @@ def conv_normalize(
     want_float: bool,
     into: Into | None,
 ) -> Normalized:
-    """A convolution's output and `normalize` of it."""
+    """Returns `normalize` of the output of a convolution."""
     y = channels_last(product(call, *operands))
     return normalize(y, a, b, residual, activation, clip, want_float, False, None, None, into)
 
@@ -142,6 +142,6 @@ def conv_normalize_batch(
     activation: str,
     wants: Wants,
 ) -> tuple[Tensor, Normalized]:
-    """A convolution's output, channels last, and `normalize_batch` of it."""
+    """Returns the output of a convolution, channels last, and `normalize_batch` of it."""
     y = channels_last(product(call, *operands))
     return y, normalize_batch(y, norm, residual, activation, wants)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward passes of a fused block in plain PyTorch, and what two int8 copies of its gradient need.
 
-Legend: g is float32 (N, C, ...), x the norm's input as it was stored; vectors (p, q, r) hold one float32 per channel. Every
-operation is float32 and rounds once, in the order written; sums are the ordered float64 sums of statistics.py.
+Legend: g is float32 (N, C, ...), x is the saved input of the norm, vectors (p, q, r) have one float32 per channel. Every
+operation is float32 and rounds once, in the order written. Sums are the ordered float64 sums of statistics.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, Quan
 
 
 def kept_value(x: Kept) -> Tensor:
-    """The norm's input as backward sees it."""
+    """Returns the saved input of a norm as a float32 tensor."""
     if isinstance(x, Tensor):
         return x.to(torch.float32)
     values, step, centre = x
@@ -28,7 +28,7 @@ def kept_value(x: Kept) -> Tensor:
 
 
 def masked_gradient(g: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, mask: Tensor | None, activation: str) -> Tensor:
-    """gm, the gradient of z."""
+    """Returns gm, the gradient of z."""
     row = TABLE[activation]
     if mask is not None and not row.is_smooth:
         return torch.where(unpack_mask(mask, g), g, 0.0)
@@ -50,7 +50,7 @@ def normalize_grad_sums(
     want_masked: bool,
     want_squares: bool,
 ) -> GradSums:
-    """Σgm, Σ gm·x, Σgm² and gm."""
+    """Returns Σgm, Σ gm·x, Σgm² and gm."""
     wide = kept_value(x)
     masked = masked_gradient(g, wide, a, b, mask, activation)
     rows = statistics.rows_of(masked).double()
@@ -61,7 +61,7 @@ def normalize_grad_sums(
 
 @torch.no_grad()
 def normalize_grad(parts: GradientParts) -> Tensor:
-    """dx = (p·gm + q·x) + r."""
+    """Returns dx = (p·gm + q·x) + r."""
     g, x, a, b, mask, activation, p, q, r = parts
     wide = kept_value(x)
     gm = masked_gradient(g, wide, a, b, mask, activation)
@@ -69,7 +69,7 @@ def normalize_grad(parts: GradientParts) -> Tensor:
 
 
 def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> Quantized:
-    """dx as int8."""
+    """Returns dx as int8."""
     dx = normalize_grad(parts)
     return quantize(dx, clip.reshape((1,) * dx.dim()), key)
 
@@ -87,7 +87,7 @@ def normalize_grad_batch(
     want_masked: bool,
     want_sums: bool,
 ) -> NormGradient:
-    """normalize_grad_sums, norm_gradient and (gradient_sums), one after the other."""
+    """Calls normalize_grad_sums, norm_gradient and (gradient_sums)."""
     seen = normalize_grad_sums(g, x, a, b, mask, activation, want_masked, want_sums)
     count = g.numel() // max(g.shape[1], 1)
     q, r, gamma, beta = norm_gradient(a, mean, invstd, seen.total, seen.dot, count)
@@ -98,7 +98,7 @@ def normalize_grad_batch(
 
 
 def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """max|dx| of each channel, and how many |dx| exceed its threshold and the one for all."""
+    """Returns max|dx| of each channel, and how many of its |dx| exceed the threshold of the channel and that of the tensor."""
     dx = normalize_grad(parts)
     return statistics.absmax(dx, 1), *statistics.tail_count_pair(dx, per_channel, threshold)
 
@@ -106,13 +106,13 @@ def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: T
 def normalize_grad_quantize_pair(
     parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
 ) -> tuple[Quantized, Quantized]:
-    """quantize_pair of dx."""
+    """Returns quantize_pair of dx."""
     return quantize_pair(normalize_grad(parts), clip, clip_per_channel, key)
 
 
 @torch.no_grad()
 def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, Quantized]:
-    """clip = ratio · max|dx| of each channel, and dx as int8 by it."""
+    """Returns clip = ratio · max|dx| of each channel, and dx as int8 by this clip."""
     dx = normalize_grad(parts)
     clip = statistics.absmax(dx, 1) * ratio
     return clip, quantize(dx, clip, key)

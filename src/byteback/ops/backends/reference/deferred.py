@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference's steps for a device on which a look costs time: NaN and Inf are flagged and not raised (ops/refusals.py).
+"""The steps of the reference for a device on which reading a value synchronizes. They flag NaN and Inf (ops/refusals.py).
 
-A bad tensor counts as zeros from the start, so that clip rules meet nothing but numbers, and what they remember of it is put
-back, all without a look. Finite tensors get the bits of the reference. The rules themselves still look, as they do there: a
-backend that has kernels for them inherits what remains.
+A tensor with NaN or Inf is replaced by zeros before a clip rule reads it, and the state is restored afterwards, both without
+synchronization. Finite tensors give the bits of the reference. The clip rules themselves still read values, as in the
+reference. A backend that has kernels for them can inherit the rest.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class DeferredSteps(Steps):
         q = super().fresh(_without(x, nonfinite), iteration, settings)
         if flags is None or settings.on_nonfinite == "propagate":
             return filled(q, nonfinite, "propagate")
-        flag(flags, nonfinite, iteration)  # skipping steps would never mend a weight
+        flag(flags, nonfinite, iteration)  # skipping steps would not make a weight finite again
         return filled(q, nonfinite, "raise")
 
 
 def _without(x: Tensor, nonfinite: Tensor) -> Tensor:
-    """x, or zeros where any of its values is NaN or Inf."""
+    """Returns x, or zeros if any of its values is NaN or Inf."""
     return torch.where(nonfinite > 0, 0.0, x)
 
 

@@ -14,20 +14,20 @@ from byteback.ops.types import Before, Clips, GradientParts, Paired, Quantized
 
 
 def sigma(total: Tensor, squares: Tensor, count: int) -> Tensor:
-    """The standard deviation of `count` numbers from their sums."""
+    """Returns the standard deviation of `count` numbers from their sums."""
     count = max(count, 1)
     mean = divided_by(total, count)
     return square_root((divided_by(squares, count) - mean * mean).clamp_min(0.0)).float()
 
 
 def average(rule: Averaged, peak: Tensor, tail: Tensor, count: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The clips, given max|g| and how many of `count` |g| exceed σ, and the share that is Gaussian."""
+    """Returns the clips, from max|g| and how many of `count` |g| exceed σ, and the share of them that is Gaussian."""
     gaussian = divided_by(tail.double(), max(count, 1)) > rule.threshold
     clip = peak
     if before is not None:
         before = before.reshape(peak.shape)
         averaged = before * rule.keep + peak * rule.add
-        # A channel that was all zero has nothing to average with: its next gradient is a first one.
+        # If a channel was all zeros, there is no clip to average with: its next gradient counts as the first.
         clip = torch.where(gaussian | (before == 0.0), peak, averaged)
     return clip, divided_by(gaussian.sum().double(), max(gaussian.numel(), 1))
 
@@ -56,7 +56,7 @@ def gradient_pair(
 
 
 def paired(clips: Clips, made: tuple[Quantized, Quantized], want_one: bool) -> Paired:
-    """The copies under their clips."""
+    """Returns the clips and the copies as a `Paired`."""
     (values, scale, counts, _), (values_each, scale_each, counts_each, _) = made
     saturated = counts.tolist()[0] if want_one else 0
     one = (values, scale) if want_one else None
@@ -64,7 +64,7 @@ def paired(clips: Clips, made: tuple[Quantized, Quantized], want_one: bool) -> P
 
 
 def sigmas(total: Tensor, squares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """σ of each channel, (C,), and of all of x, from sums (1, C, 1, ...)."""
+    """Returns σ of each channel, (C,), and of the whole of x, from sums (1, C, 1, ...)."""
     each = sigma(total, squares, x.numel() // max(x.shape[1], 1))
     return each.reshape(-1), sigma(sum_channels(total), sum_channels(squares), x.numel())
 

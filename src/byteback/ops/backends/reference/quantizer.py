@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantizer's step means (ops/quantizer.py), in PyTorch and in the methods of its clip rule.
+"""The definition of a quantizer's step (ops/quantizer.py), in PyTorch and with the methods of its clip rule.
 
-    choose a clip      from the rule's memory where it holds one (`held`), else by a look at the tensor (`choose`)
-    quantize           under that clip; what was held may be corrected (`refit`) or found stale, and then chosen anew
-    refuse             a tensor with NaN or Inf, by the recipe's policy
-    remember           what the rule wants to keep, what was observed, and the clip that eval will use
+    choose a clip      from the memory of the rule if it has one (`held`), else from the tensor (`choose`)
+    quantize           with that clip; a held clip may be corrected (`refit`), or be stale and then chosen again
+    refuse             handle a tensor with NaN or Inf by the policy of the recipe
+    remember           store what the rule needs later, the observed values, and the clip for eval
 
-This code looks at numbers: it is a backend's own, and on a CPU that costs nothing.
+This code reads values of tensors. It belongs to a backend, and on a CPU reading is free.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from byteback.ops.types import Quantized
 
 
 class Entry(NamedTuple):
-    """How one tensor was quantized; NaN for a share that was not measured."""
+    """How one tensor was quantized. A number that was not measured is NaN."""
 
     clip: Tensor
-    remember: Tensor | None  # the clip rule's memory for the next step
+    remember: Tensor | None  # the memory of the clip rule for the next step
     searched: bool
     iteration: int
     saturated: float
     deviation: float
-    own: tuple[float, ...]  # the rule's diagnostics
+    own: tuple[float, ...]  # the diagnostics of the rule
     momentum: float  # of the tracked clip
 
 
 class Made(NamedTuple):
-    """A tensor under the clip that was chosen, and what the cast counted: share saturated, NaN or Inf values, max|x|."""
+    """A tensor quantized with the chosen clip, its share of saturated values, its number of NaN or Inf values, and max|x|."""
 
     values: Tensor
     scale: Tensor
@@ -70,7 +70,7 @@ class Made(NamedTuple):
 
 
 class Steps:
-    """The operations of ops/quantizer.py. A backend overrides what it can do in fewer calls."""
+    """The operations of ops/quantizer.py. A backend overrides those that it can do in fewer calls."""
 
     defers = False
 
@@ -100,7 +100,7 @@ class Steps:
         now, slot = int(moment.iteration), moment.slot
         one, each = (state.clip[slot] if state.initialized.tolist()[slot] else None for state in states)
         if isinstance(x, BlockGradient):
-            assert x.sums is not None, "a block whose layer makes two copies asks for them"
+            assert x.sums is not None, "a block whose layer makes two copies requests the sums"
             made = magnitude.gradient_pair(rule, x.parts, x.sums, one, each, key, want_one=want_first)
         else:
             made = magnitude.float_pair(rule, x, one, each, key, want_one=want_first)
@@ -169,28 +169,28 @@ class Steps:
     def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
         made = self._made(x, settings, Memory(x.new_zeros(1), False, 0, 0), None)
         if made.nonfinite:
-            # Skipping steps would never mend a weight that is NaN already.
+            # Skipping steps would not make a weight finite again.
             policy = settings.on_nonfinite if settings.on_nonfinite == "propagate" else "raise"
             return refuse(made.values, made.scale, settings, policy, made.nonfinite, int(iteration))
         return made.values, made.scale
 
     def factors(self, observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[Any]:
         rows = [copy[:, DEVIATION] for copies in observed for copy in copies]
-        largest = iter(torch.stack(rows).amax(1).tolist())  # one look for all layers
+        largest = iter(torch.stack(rows).amax(1).tolist())  # one synchronization for all layers
         return [rule.factor(max(next(largest) for _ in copies)) for copies, rule in zip(observed, rules, strict=True)]
 
     def same_clip(self, clip: Tensor, other: Tensor) -> bool:
         return not self.defers and torch.equal(clip.reshape(()), other.reshape(()))
 
     def block_site(self, shape: Any, settings: tuple[Any, ...], for_tensor: bool, slot: int) -> Any:
-        """A block's step as two operations (ops/block_step.py): not here."""
+        """Returns None: the reference does not have a step in two operations (ops/block_step.py)."""
         return None
 
-    # ---- a clip, and the integers under it ----
+    # ---- clip and integers ----
 
     def _memory(self, state: State, settings: Any, slot: int, now: int) -> Memory:
         rule = settings.rule
-        # A rule that does not say so must not look back: a forward that is run again has to choose as before.
+        # Without `looks_back` a rule must not use its memory: a recomputed forward has to choose the same clip.
         known = rule.clip.looks_back and bool(state.initialized[slot])
         updated_at = int(state.updated_at[slot]) if known else 0
         return Memory(state.clip[slot], known, updated_at, now, rule.rounding == "stochastic", settings.axis())
@@ -199,7 +199,7 @@ class Steps:
         rule = settings.rule.clip
         held = rule.held(memory) if memory.initialized else None
         if held is not None:
-            # Where the direction will be measured the floats are needed anyway.
+            # If the direction will be measured, the float tensor is needed anyway.
             measures = memory.iteration % settings.observe_every == 0
             source = floats_of(x) if measures else x
             made = self._under(source, held, memory.axis, key)
@@ -213,7 +213,7 @@ class Steps:
         return self._under(floats, rule.choose(floats, settings.axis(), memory), settings.axis(), key)
 
     def _under(self, x: Gradient, choice: Choice, axis: int, key: Tensor | None) -> Made:
-        """x under the clip of a choice, which is a tensor or a ratio of the maximum."""
+        """Returns x quantized with the clip of a choice, which is a tensor or a ratio of the maximum."""
         if choice.clip is None:
             clip, quantized = self._by_ratio(x, choice.ratio, axis, key)
         elif isinstance(x, BlockGradient) and choice.clip.numel() == 1:
@@ -233,7 +233,7 @@ class Steps:
         clip = ops.absmax(floats, axis) * ratio
         return clip, ops.quantize(floats, clip, key)
 
-    # ---- what is written down ----
+    # ---- state ----
 
     def _remember(self, state: State, settings: Any, slot: int, now: int, made: Made, x: Callable[[], Tensor]) -> None:
         choice, deviation = made.choice, math.nan
@@ -252,7 +252,7 @@ class Steps:
         )
 
     def write(self, state: State, slot: int, entry: Entry) -> None:
-        """Writes one entry into row `slot`."""
+        """Writes one entry to row `slot`."""
         if entry.remember is not None:
             row = state.clip[slot]
             row.copy_(_fitting(entry.remember, row))
@@ -273,8 +273,8 @@ class Steps:
     def _refuse_step(
         self, state: State, settings: Any, remember: bool, values: Tensor, scale: Tensor, nonfinite: int, now: int
     ) -> tuple[Tensor, Tensor]:
-        """Counts a tensor with NaN or Inf and deals with it."""
-        # Outside training, and in a forward that is run again, there is no step to skip and nothing to count.
+        """Counts a tensor with NaN or Inf and applies the policy."""
+        # Outside training, and in a recomputed forward, there is no step to skip and nothing to count.
         policy = _outside_training(settings)
         if remember or settings.role == "grad_output":
             state.nonfinite.add_(1)
@@ -284,26 +284,26 @@ class Steps:
 
 
 def refuse(values: Tensor, scale: Tensor, settings: Any, policy: str, nonfinite: int, iteration: int) -> tuple[Tensor, Tensor]:
-    """What a tensor with NaN or Inf becomes."""
+    """Raises the error of a tensor with NaN or Inf, or returns zeros with the scale of the policy."""
     if policy == "raise":
         raise refusal(settings.layer, settings.role, nonfinite, iteration)
     return values.zero_(), scale.fill_(scale_of(policy))
 
 
 def _outside_training(settings: Any) -> str:
-    """There is no step to skip: a prediction from NaN is NaN."""
+    """Returns the policy outside training. There is no step to skip: a prediction from NaN is NaN."""
     return "raise" if settings.on_nonfinite == "raise" else "propagate"
 
 
 def _is_tracked(seen: Tensor, slot: int, ordinal_known: bool) -> bool:
-    """Whether training has left a clip for this call, and it is known which."""
+    """Whether training has tracked a clip for this call, and it is known which."""
     flags = seen.tolist()
-    # A layer with several call sites that is called on its own: which of its clips is meant cannot be known.
+    # If a layer with several call sites is called on its own, it is not known which of its clips to use.
     return bool(flags[slot]) and (ordinal_known or int(sum(flags)) == 1)
 
 
 def worst_channel(x: Tensor, clip: Tensor, stochastic: bool) -> Tensor:
-    """The largest deviation of a channel, as its rounding is expected to give it; a channel of zeros has none."""
+    """Returns the largest expected deviation of a channel. That of a channel of zeros is 0."""
     clips = clip.reshape(1, -1).expand(1, x.shape[1])
     xq, qq, xx = ops.channel_cosine_terms(x, clips, stochastic)[0]
     norm = (qq * xx).sqrt()
@@ -316,7 +316,7 @@ def _shaped(remembered: Tensor, x: Tensor, axis: int) -> Tensor:
 
 
 def _track(tracked: Tensor, clip: Tensor, seen: bool, momentum: float) -> None:
-    """Exponential average of the clips seen in training, for eval."""
+    """Updates the exponential average of the clips in training, for eval."""
     entries = _fitting(clip, tracked)
     if seen:
         tracked.mul_(1.0 - momentum).add_(entries * momentum)
@@ -325,7 +325,7 @@ def _track(tracked: Tensor, clip: Tensor, seen: bool, momentum: float) -> None:
 
 
 def _fitting(clip: Tensor, row: Tensor) -> Tensor:
-    """Scales per sample have no fixed shape: of those the largest clip is kept."""
+    """Returns the clips for a row of the state; for clips per sample, which have no fixed number, the largest."""
     entries = clip.reshape(-1)
     return entries if entries.numel() == row.numel() else entries.amax()
 
