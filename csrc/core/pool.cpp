@@ -7,12 +7,16 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
+#include <iterator>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <new>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "core/aligned.h"
 
@@ -34,13 +38,14 @@ char* round_down_to(char* address, size_t step) {
 class Pool {
 public:
     Block lend(size_t bytes, size_t limit) {
-        const size_t size = (bytes + kPage - 1) / kPage * kPage;
         const std::lock_guard<std::mutex> guard(lock_);
         limit_ = limit;
-        char* memory = from_range(size);
-        if (!memory) memory = from_top(size);
-        lent_ += size;
-        return {memory, size};
+        return cut_block(bytes);
+    }
+
+    Block lend(size_t bytes) {
+        const std::lock_guard<std::mutex> guard(lock_);
+        return cut_block(bytes);
     }
 
     void give_back(Block block) {
@@ -95,6 +100,14 @@ private:
         char* end;
     };
     using Ranges = std::map<char*, Range>;
+
+    Block cut_block(size_t bytes) {
+        const size_t size = (bytes + kPage - 1) / kPage * kPage;
+        char* memory = from_range(size);
+        if (!memory) memory = from_top(size);
+        lent_ += size;
+        return {memory, size};
+    }
 
     char* from_range(size_t size) {
         const auto found = by_size_.lower_bound({size, nullptr});
@@ -199,13 +212,52 @@ private:
     std::map<char*, Segment> segments_;           // by their first address
     Ranges ranges_;                               // by their first address
     std::set<std::pair<size_t, char*>> by_size_;  // the same ones
-    size_t lent_ = 0, idle_ = 0, limit_ = 0;      // idle_: what all ranges hold
+    size_t lent_ = 0, idle_ = 0;                  // idle_: what all ranges hold
+    size_t limit_ = std::numeric_limits<size_t>::max();
     u64 clock_ = 0;
 };
 
 // Never destroyed: tensors may outlive everything else when a process ends.
 Pool& pool() {
     static Pool& all = *new Pool;
+    return all;
+}
+
+// What products have borrowed.
+class Borrowed {
+public:
+    void begin() {
+        const std::lock_guard<std::mutex> guard(lock_);
+        if (running_++ == 0) now_ = ++count_;
+    }
+
+    void end() {
+        const std::lock_guard<std::mutex> guard(lock_);
+        if (--running_) return;
+        now_ = 0;
+        for (const Block block : blocks_) pool().give_back(block);
+        blocks_.clear();
+    }
+
+    void* lend(size_t bytes) {
+        const Block block = pool().lend(bytes);
+        const std::lock_guard<std::mutex> guard(lock_);
+        blocks_.push_back(block);
+        return block.memory;
+    }
+
+    u64 now() const { return now_.load(std::memory_order_relaxed); }
+
+private:
+    std::mutex lock_;
+    std::vector<Block> blocks_;
+    int running_ = 0;
+    u64 count_ = 0;
+    std::atomic<u64> now_{0};
+};
+
+Borrowed& borrowed() {
+    static Borrowed& all = *new Borrowed;
     return all;
 }
 
@@ -224,5 +276,10 @@ void pool_give_back(Block block) {
 void pool_offer() { pool().offer(); }
 void pool_release() { pool().release(); }
 PoolSizes pool_sizes() { return pool().sizes(); }
+
+ScratchScope::ScratchScope() { borrowed().begin(); }
+ScratchScope::~ScratchScope() { borrowed().end(); }
+u64 scratch_time() { return borrowed().now(); }
+void* scratch_lend(size_t bytes) { return borrowed().lend(bytes); }
 
 }  // namespace byteback

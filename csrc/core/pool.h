@@ -33,4 +33,19 @@ void pool_offer();
 void pool_release();
 PoolSizes pool_sizes();
 
+// Large scratch memory of kernels (parallel.h) is lent by the pool for as long as a product runs, and lies idle with the rest
+// between products. Products that run at the same time, in several threads, return theirs together.
+class ScratchScope {
+public:
+    ScratchScope();
+    ~ScratchScope();
+    ScratchScope(const ScratchScope&) = delete;
+    ScratchScope& operator=(const ScratchScope&) = delete;
+};
+
+// A number for the time from the first of these products to the end of the last; 0: no product runs.
+u64 scratch_time();
+// Valid until the time is over.
+void* scratch_lend(size_t bytes);
+
 }  // namespace byteback
