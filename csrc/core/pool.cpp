@@ -28,6 +28,8 @@ constexpr size_t kPage = size_t{1} << 12;
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kSegment = size_t{1} << 30;  // of addresses: pages that nobody has written to take no memory
 
+constexpr Stay kStays[] = {Stay::within_step, Stay::beyond_step};
+
 char* round_up_to(char* address, size_t step) {
     return reinterpret_cast<char*>((reinterpret_cast<size_t>(address) + step - 1) / step * step);
 }
@@ -218,9 +220,9 @@ private:
 };
 
 // Never destroyed: tensors may outlive everything else when a process ends.
-Pool& pool() {
-    static Pool& all = *new Pool;
-    return all;
+Pool& pool(Stay stay) {
+    static Pool* all = new Pool[2];
+    return all[static_cast<size_t>(stay)];
 }
 
 // What products have borrowed.
@@ -235,12 +237,12 @@ public:
         const std::lock_guard<std::mutex> guard(lock_);
         if (--running_) return;
         now_ = 0;
-        for (const Block block : blocks_) pool().give_back(block);
+        for (const Block block : blocks_) pool(block.stay).give_back(block);
         blocks_.clear();
     }
 
     void* lend(size_t bytes) {
-        const Block block = pool().lend(bytes);
+        const Block block = pool(Stay::within_step).lend(bytes);
         const std::lock_guard<std::mutex> guard(lock_);
         blocks_.push_back(block);
         return block.memory;
@@ -263,19 +265,34 @@ Borrowed& borrowed() {
 
 }  // namespace
 
-Block pool_lend(size_t bytes, size_t limit) {
-    if (!kSanitized && bytes >= kSmallestBlock) return pool().lend(bytes, limit);
-    return {allocate_aligned(bytes), 0};
+Block pool_lend(size_t bytes, size_t limit, Stay stay) {
+    if (kSanitized || bytes < kSmallestBlock) return {allocate_aligned(bytes), 0};
+    Block block = pool(stay).lend(bytes, limit);
+    block.stay = stay;
+    return block;
 }
 
 void pool_give_back(Block block) {
-    if (block.size) return pool().give_back(block);
+    if (block.size) return pool(block.stay).give_back(block);
     std::free(block.memory);
 }
 
-void pool_offer() { pool().offer(); }
-void pool_release() { pool().release(); }
-PoolSizes pool_sizes() { return pool().sizes(); }
+void pool_offer() {
+    for (const Stay stay : kStays) pool(stay).offer();
+}
+
+void pool_release() {
+    for (const Stay stay : kStays) pool(stay).release();
+}
+
+PoolSizes pool_sizes() {
+    PoolSizes all{0, 0};
+    for (const Stay stay : kStays) {
+        const PoolSizes own = pool(stay).sizes();
+        all = {all.lent + own.lent, all.idle + own.idle};
+    }
+    return all;
+}
 
 ScratchScope::ScratchScope() { borrowed().begin(); }
 ScratchScope::~ScratchScope() { borrowed().end(); }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from byteback.ops.backends import meta, paths
+from byteback.ops.backends.cpu import allocator
 from byteback.ops.backends.cpu import products as cpu_products
 from byteback.ops.backends.registry import Backend, backend_for
 from byteback.ops.checks import check_int8
@@ -170,7 +171,8 @@ def _grad_weight_checked(
 def _grad_weight(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, *rest: Any) -> Tensor:
     backend = backend_for("conv_int8_grad_weight", g, g_scale, x, x_scale)
     call = _called(backend, "grad_weight", _grad_weight_checked, (g, g_scale, x, x_scale, *rest))
-    return backend.product(call, g, g_scale, x, x_scale)
+    with allocator.lasting():  # until the optimizer has read it, and often through the next forward
+        return backend.product(call, g, g_scale, x, x_scale)
 
 
 def _grad_weight_fake(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, weight_size: list[int], *geometry: Any) -> Tensor:

@@ -14,8 +14,9 @@ which keeps them itself. Without the native library nothing is pooled.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +40,23 @@ def _physical_memory() -> int:
 
 
 limit = _physical_memory() // 4
-"""Bytes that may lie idle; beyond them the sizes that were not asked for longest go back to the system."""
+"""Bytes that may lie idle; beyond them the longest unused ranges go back to the system."""
+
+_lasts = False
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """What `empty` makes within is needed beyond the step, as gradients of weights are: it lies apart from all that is not.
+
+    Only a hint, which another thread may see too.
+    """
+    global _lasts
+    _lasts = True
+    try:
+        yield
+    finally:
+        _lasts = False
 
 
 def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -47,7 +64,7 @@ def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, devi
     if _native is None or device != CPU or len(shape) > MOST_AXES:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     # Nobody but the tensor has its storage: autograd adds gradients in place only into such ones.
-    return tensor_of(_native.pool_lend(shape, strides, *_TYPES[dtype], limit))
+    return tensor_of(_native.pool_lend(shape, strides, *_TYPES[dtype], limit, _lasts))
 
 
 def empty_like(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
