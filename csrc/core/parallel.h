@@ -5,8 +5,8 @@
 // in the pass before. With parallel_ranges which thread does what is fixed. With the others a thread that is through takes some
 // of what another has not begun: a core that a neighbour slows down would else keep all waiting at every kernel's end. With one
 // thread no OpenMP region is entered: libgomp can deadlock in a child of fork. Scratch memory belongs to a thread, grows to
-// what was asked for and is kept for the next call, within a bound; pieces of 1 MB and more are the pool's, and within a product
-// (ScratchScope) go back to it at the end.
+// what was asked for and is kept for the next call, within a bound. Within a product (ScratchScope) pieces of 1 MB and more are
+// the pool's, and go back to it at the end.
 #pragma once
 
 #include <omp.h>

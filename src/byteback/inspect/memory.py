@@ -162,12 +162,13 @@ def _measured(model: nn.Module, args: tuple[Any, ...], optimizer_state: int | No
         allocator.release()  # else buffers of earlier steps would count
         pooled = _forward_backward(model, args, found)
         gradients = _bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    storages_of_model = {t.untyped_storage().data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    of_model = {storage.data_ptr(): storage.nbytes() for storage in storages}
     kept: dict[str, tuple[int, int]] = {}
     for address, saved in found.items():
-        if address not in storages_of_model:
-            storages, total = kept.get(saved.dtype, (0, 0))
-            kept[saved.dtype] = (storages + 1, total + saved.size)
+        if address not in of_model:
+            count, total = kept.get(saved.dtype, (0, 0))
+            kept[saved.dtype] = (count + 1, total + saved.size)
     shapes = {parameter.shape for parameter in model.parameters()}
     with as_it_was(model, args):
         allocator.release()
@@ -175,10 +176,10 @@ def _measured(model: nn.Module, args: tuple[Any, ...], optimizer_state: int | No
     return MemoryReport(
         model=type(model).__name__,
         saved_by_dtype=kept,
-        parameters=sum(saved.size for address, saved in found.items() if address in storages_of_model),
+        parameters=sum(saved.size for address, saved in found.items() if address in of_model),
         pooled=pooled,
         peak=peak,
-        weights=_bytes(storages_of_model.values()),
+        weights=sum(of_model.values()),
         gradients=gradients,
         optimizer_state=optimizer_state,
         int8_weights=sum(saved.size for saved in found.values() if saved.dtype == "int8" and saved.shape in shapes),

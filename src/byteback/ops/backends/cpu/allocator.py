@@ -3,7 +3,8 @@
 
 glibc hands every block above 32 MB back to the system when it is freed, and a training step would page in the same hundreds
 of megabytes anew each time. A block is lent to one storage at a time: a tensor, a view, a saved tensor or a numpy array keeps
-that storage alive and the block out of reach, however long it lives. What lies idle is bounded by `limit`, and `offer` tells
+that storage alive and the block out of reach, however long it lives. All sizes share one heap (csrc/core/pool.cpp), so a step
+holds little more than the most that was lent at once. What lies idle is bounded by `limit`, and `offer` tells
 the system that it may take it: it does so when memory is short, and until then the next use pages nothing in (to tell it takes
 about a hundredth of a ResNet-18's step).
 
