@@ -105,12 +105,12 @@ Layout layout_of(nb::handle shape, nb::handle strides) {
     return made;
 }
 
-Lent lend_tensor(const Layout& layout, ElementType type, s64 limit) {
+Lent lend_tensor(const Layout& layout, ElementType type, s64 limit, Stay stay) {
     Loan* loan = new Loan;
     try {
         loan->layout = layout;
         const s64 bytes = bytes_of(layout.shape, layout.axes, type.bits / 8);
-        loan->block = pool_lend(static_cast<size_t>(bytes), static_cast<size_t>(limit));
+        loan->block = pool_lend(static_cast<size_t>(bytes), static_cast<size_t>(limit), stay);
         const DlType element{type.code, type.bits, 1};
         const DlTensor tensor{loan->block.memory, {kCpu, 0}, layout.axes, element, loan->layout.shape, loan->layout.strides, 0};
         loan->managed = {tensor, loan, end_loan};
@@ -128,8 +128,9 @@ Lent lend_tensor(const Layout& layout, ElementType type, s64 limit) {
 
 namespace {
 
-nb::object lend(nb::handle shape, nb::handle strides, u8 code, u8 bits, s64 limit) {
-    return lend_tensor(layout_of(shape, strides), {code, bits}, limit).capsule;
+nb::object lend(nb::handle shape, nb::handle strides, u8 code, u8 bits, s64 limit, bool lasts) {
+    const Stay stay = lasts ? Stay::beyond_step : Stay::within_step;
+    return lend_tensor(layout_of(shape, strides), {code, bits}, limit, stay).capsule;
 }
 
 std::tuple<s64, s64> sizes() {
@@ -140,7 +141,7 @@ std::tuple<s64, s64> sizes() {
 }  // namespace
 
 void bind_pool(nb::module_& m) {
-    m.def("pool_lend", &lend);
+    m.def("pool_lend", &lend, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("lasts") = false);
     m.def("pool_offer", &pool_offer, nb::call_guard<nb::gil_scoped_release>());
     m.def("pool_release", &pool_release, nb::call_guard<nb::gil_scoped_release>());
     m.def("pool_sizes", &sizes);

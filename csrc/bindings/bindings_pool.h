@@ -27,5 +27,6 @@ struct Lent {
     void* memory;
 };
 
-// A dense tensor of this layout, its contents whatever was there; limit as in pool_lend.
-Lent lend_tensor(const Layout& layout, ElementType type, byteback::s64 limit);
+// A dense tensor of this layout, its contents whatever was there; limit and stay as in pool_lend.
+Lent lend_tensor(const Layout& layout, ElementType type, byteback::s64 limit,
+                 byteback::Stay stay = byteback::Stay::within_step);

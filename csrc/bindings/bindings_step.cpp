@@ -118,12 +118,12 @@ public:
     explicit Results(s64 limit) : limit_(limit) {}
 
     template <class T>
-    T* add(const Layout& layout, ElementType type, bool wanted = true) {
+    T* add(const Layout& layout, ElementType type, bool wanted = true, Stay stay = Stay::within_step) {
         if (!wanted) {
             list_.append(nb::none());
             return nullptr;
         }
-        const Lent lent = lend_tensor(layout, type, limit_);
+        const Lent lent = lend_tensor(layout, type, limit_, stay);
         list_.append(lent.capsule);
         return static_cast<T*>(lent.memory);
     }
@@ -343,7 +343,7 @@ nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors&
     f32* masked = made.add<f32>(plan.output, kFloat32, want_masked);
     f64 *dx_total = made.add<f64>(vector, kFloat64, pairs), *dx_squares = made.add<f64>(vector, kFloat64, pairs);
     f32* grad_input = made.add<f32>(plan.grad_input, kFloat32, multiplies);
-    f32* grad_weight = made.add<f32>(plan.grad_weight, kFloat32, multiplies);
+    f32* grad_weight = made.add<f32>(plan.grad_weight, kFloat32, multiplies, Stay::beyond_step);
     u64 words[2];
     bool done = false;
     {

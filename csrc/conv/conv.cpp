@@ -2,6 +2,7 @@
 #include "conv/conv.h"
 
 #include "core/generic.h"
+#include "core/pool.h"
 #include "conv/plan.h"
 #ifdef BYTEBACK_AVX2
 #include "core/avx2.h"
@@ -43,6 +44,7 @@ const char* vector_output(Path path, const ConvShape& s, const s8* x, const s8* 
 }  // namespace
 
 const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y, int threads) {
+    const ScratchScope scope;
     if (const char* kernel = vector_output(path, s, x, w, factor, y, threads, nullptr)) return kernel;
     generic::conv_output(s, x, w, factor, y, threads);
     return "generic/direct";
@@ -50,6 +52,7 @@ const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w,
 
 const char* conv_with_epilogue(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, const Epilogue& finish,
                                int threads) {
+    const ScratchScope scope;
     return vector_output(path, s, x, w, factor, nullptr, threads, &finish);
 }
 
@@ -69,6 +72,7 @@ bool gives_whole_rows(const ConvShape& s, Algorithm algorithm) {
 
 const char* conv_with_stats(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y,
                             const Statistics& to, int threads) {
+    const ScratchScope scope;
 #ifdef BYTEBACK_AVX2
     const s64 rows = s.batch * s.out_pixels();
     const bool large = rows * s.out_channels * 4 >= kCountedBytes;
@@ -96,6 +100,7 @@ const char* conv_with_stats(Path path, const ConvShape& s, const s8* x, const s8
 }
 
 const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    const ScratchScope scope;
 #ifdef BYTEBACK_AVX2
     switch (make_plan(s, ProductKind::grad_input, path).algorithm) {
         case Algorithm::depthwise: avx2::depthwise_grad_input(s, g, w, factor, dx, threads); return "avx2/depthwise";
@@ -116,6 +121,7 @@ const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8
 }
 
 const char* conv_grad_weight(Path path, const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {
+    const ScratchScope scope;
 #ifdef BYTEBACK_AVX2
     switch (make_plan(s, ProductKind::grad_weight, path).algorithm) {
         case Algorithm::depthwise: avx2::depthwise_grad_weight(s, g, x, factor, dw, threads); return "avx2/depthwise";

@@ -5,7 +5,8 @@
 // in the pass before. With parallel_ranges which thread does what is fixed. With the others a thread that is through takes some
 // of what another has not begun: a core that a neighbour slows down would else keep all waiting at every kernel's end. With one
 // thread no OpenMP region is entered: libgomp can deadlock in a child of fork. Scratch memory belongs to a thread, grows to
-// what was asked for and is kept for the next call, within a bound.
+// what was asked for and is kept for the next call, within a bound. Within a product (ScratchScope) pieces of 1 MB and more are
+// the pool's, and go back to it at the end.
 #pragma once
 
 #include <omp.h>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "core/aligned.h"
+#include "core/pool.h"
 #include "core/types.h"
 
 namespace byteback {
@@ -123,8 +125,18 @@ class Scratch {
 public:
     ~Scratch() { std::free(memory_); }
 
-    // At least `bytes` bytes, aligned to 64; the contents are whatever was there. Valid until the next call in this thread.
+    // At least `bytes` bytes, aligned to 64; the contents are whatever was there. Valid until the next call in this thread, or
+    // until the product that asks for it is over.
     char* get(size_t bytes) {
+        const u64 now = !kSanitized && bytes >= kSmallestBlock ? scratch_time() : 0;
+        if (now) {
+            if (now != borrowed_at_ || bytes > borrowed_size_) {
+                borrowed_ = static_cast<char*>(scratch_lend(bytes));
+                borrowed_at_ = now;
+                borrowed_size_ = bytes;
+            }
+            return borrowed_;
+        }
         if (kSanitized || bytes > size_ || (size_ > kKept && bytes < size_ / 4)) {
             const size_t size = kSanitized ? bytes : static_cast<size_t>(round_up(static_cast<s64>(bytes), 4096));
             std::free(memory_);
@@ -140,6 +152,9 @@ private:
     static constexpr size_t kKept = size_t{64} << 20;  // more than this is given back when a much smaller call follows
     char* memory_ = nullptr;
     size_t size_ = 0;
+    char* borrowed_ = nullptr;  // from the pool, which takes it back itself
+    size_t borrowed_size_ = 0;
+    u64 borrowed_at_ = 0;
 };
 
 // One buffer per thread and per Tag, so that nested users do not share one.

@@ -6,6 +6,7 @@ byteback report           writes an HTML page about runs: table, curves, speed, 
 byteback eval             evaluates a checkpoint on the test images
 byteback recipes, models  lists the recipes, or the networks
 byteback bench step       times a training step of a network against PyTorch FP32 and bf16, with its parts and its memory
+byteback bench memory     measures the peak memory of training a network against PyTorch FP32, part by part
 byteback bench growth     the same ratios for several batch sizes and image sizes
 byteback bench inference  times the forward pass in eval mode against PyTorch FP32
 byteback bench detect     times a training step of a detector, and the part of its network
@@ -33,7 +34,7 @@ def main() -> None:
         from rich.console import Console
 
         from byteback import __version__
-        from byteback.bench import detect, growth, inference, kernels, step
+        from byteback.bench import detect, growth, inference, kernels, memory, step
         from byteback.inspect import doctor, verify
         from byteback.report_page import command as report
         from byteback.train import config_file, data, evaluate, listing, side_by_side
@@ -59,6 +60,7 @@ def main() -> None:
         "models": (listing.ModelsConfig, listing.model_names),
         "bench kernels": (kernels.KernelsConfig, kernels.run),
         "bench step": (step.StepConfig, step.run),
+        "bench memory": (memory.MemoryConfig, memory.run),
         "bench growth": (growth.GrowthConfig, growth.run),
         "bench inference": (inference.InferenceConfig, inference.run),
         "bench detect": (detect.DetectConfig, detect.run),
@@ -92,7 +94,7 @@ def _bench(kinds: dict[str, type]) -> Callable[[Any], Any]:
     import tyro
 
     def bench(what: Any) -> Any:
-        """Time int8 against PyTorch FP32: kernels alone, a training step, its growth, inference, or a detector."""
+        """Time int8 against PyTorch FP32: kernels alone, a training step, its memory, its growth, inference, or a detector."""
         return what
 
     named = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in kinds.items())

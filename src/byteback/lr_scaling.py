@@ -28,6 +28,8 @@ from byteback.nn import Int8Layer, flags, ranks
 from byteback.nn.layers.layer import factors
 from byteback.nn.layers.weights import refuse_training
 from byteback.nn.undo import Watch, drop_step, end_step, refuse_step
+from byteback.ops.backends.cpu import allocator
+from byteback.ops.contract import layout
 
 
 class LearningRateScaling:
@@ -98,7 +100,7 @@ class LearningRateScaling:
         # With a closure, the gradients and so the factors are only computed during the step.
         known = [None] * len(stepped) if closure is not None else _factors(stepped)
         self._before = [
-            (owners, _shard(owners[0].weight).clone(), factor)
+            (owners, _copy(_shard(owners[0].weight)), factor)
             for owners, factor in zip(stepped, known, strict=True)
             if not _is_one(factor)
         ]
@@ -125,10 +127,7 @@ class LearningRateScaling:
                 before.append(weight)
                 shorter.append(factor)
         self._before = []
-        if weights:
-            torch._foreach_sub_(weights, before)
-            torch._foreach_mul_(weights, shorter)
-            torch._foreach_add_(weights, before)
+        _shorten(weights, before, shorter)
         for layer in self.layers.values():
             layer.quantizers.__dict__["stepped"] = True  # nn.Module would search its parameters for the name
         if self.layers:
@@ -208,6 +207,25 @@ def _factors(groups: list[list[Int8Layer]]) -> list[Any]:
 def _is_one(factor: Any) -> bool:
     """Whether a factor is known to be 1. The value of a tensor is not read."""
     return not isinstance(factor, Tensor) and factor == 1.0
+
+
+def _copy(weight: Tensor) -> Tensor:
+    """w0, on a CPU in memory of the pool: it is idle between backward and the next forward, so the copy takes no more."""
+    is_dense = weight.is_contiguous() or layout.is_last_dense(weight.shape, weight.stride())
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not is_dense:
+        return weight.clone()
+    return allocator.empty_like(weight).copy_(weight)
+
+
+def _shorten(weights: list[Tensor], before: list[Tensor], shorter: list[Any]) -> None:
+    """w = w0 + φ · (w - w0) for each weight."""
+    if not all(weight.device.type == "cpu" for weight in weights):
+        torch._foreach_sub_(weights, before)
+        torch._foreach_mul_(weights, shorter)
+        torch._foreach_add_(weights, before)
+        return
+    for weight, w0, factor in zip(weights, before, shorter, strict=True):  # one after the other stays in the caches
+        weight.sub_(w0).mul_(factor).add_(w0)
 
 
 def _shard(weight: Tensor) -> Tensor:

@@ -165,5 +165,36 @@ def test_a_concatenation_that_is_kept_is_counted() -> None:
 def test_the_report_is_an_html_table_in_a_notebook() -> None:
     report = byteback.memory(Squares(), torch.ones(100, requires_grad=True))
     title, header, rows = read_html(report._repr_html_())
-    assert title == str(report).splitlines()[0] and header == ["saved as", "tensors", "size"]
-    assert rows == [["float32", "2", "0.0 MB"]]
+    assert title == str(report).splitlines()[0] and header == ["part of the peak", "size"]
+    assert [row[0] for row in rows[:3]] == ["parameters and buffers", "optimizer state", "gradients"]
+    assert rows[1][1] == "-"  # no optimizer was passed
+
+
+def test_the_parts_add_up_to_the_peak() -> None:
+    torch.manual_seed(0)
+    model, images = network(), torch.randn(2, 3, 8, 8)
+    parameters = sum(4 * p.numel() for p in model.parameters())
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    byteback.prepare(model, "plain-int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    F.cross_entropy(model(images), torch.arange(2)).backward()
+    optimizer.step()
+    report = byteback.memory(model, images, optimizer)
+    parts = report.parts()
+    assert report.weights >= parameters + buffers and report.optimizer_state == report.gradients == parameters
+    assert report.int8_weights == 8 * 8 * 3 * 3
+    if report.peak is not None:
+        assert parts["peak"] == sum(size for name, size in parts.items() if name != "peak" and size is not None)
+
+
+def test_float32_is_measured_beside_it() -> None:
+    torch.manual_seed(0)
+    model, images = network(), torch.randn(2, 3, 8, 8)
+    plain = byteback.memory(model, images, compare=True)
+    assert plain.float32 is None  # it is float32
+    byteback.prepare(model, "plain-int8")
+    report = byteback.memory(model, images, compare=True)
+    assert report.float32 is not None and report.float32.saved_by_dtype == plain.saved_by_dtype
+    assert report.float32.int8_weights == 0 and report.int8_weights > 0
+    assert "float32" in str(report).splitlines()[1] + str(report).splitlines()[2]
+    assert all(module.enabled for module in model.modules() if hasattr(module, "enabled"))

@@ -71,6 +71,47 @@ def test_sizes_that_differ_a_little_share_a_block() -> None:
     assert allocator.empty([990_000], (1,), torch.float32, CPU).data_ptr() == address
 
 
+def test_blocks_of_other_sizes_lie_in_the_same_memory() -> None:
+    """One heap for all sizes: what is free is joined again, and cut for the next."""
+    parts = [allocator.empty([1 << 20], (1,), torch.float32, CPU) for _ in range(3)]
+    first, held = parts[0].data_ptr(), allocator.held()
+    parts.clear()
+    whole = allocator.empty([3 << 20], (1,), torch.float32, CPU)
+    assert whole.data_ptr() == first and allocator.held() == held
+    del whole
+    half = [allocator.empty([3 << 19], (1,), torch.int8, CPU) for _ in range(8)]
+    assert allocator.held() == held and allocator.idle() == 0
+    assert sorted(part.data_ptr() - first for part in half) == [i * (3 << 19) for i in range(8)]
+
+
+def test_a_block_is_cut_from_the_smallest_range_that_holds_it() -> None:
+    sizes = [8, 1, 2, 1, 4, 1]  # MB; the second, fourth and sixth stay and keep the others apart
+    blocks = [allocator.empty([size << 18], (1,), torch.float32, CPU) for size in sizes]
+    places = {size: block.data_ptr() for size, block in zip(sizes, blocks, strict=True)}
+    kept = blocks[1::2]
+    del blocks
+    for size in (2, 4, 8):
+        assert allocator.empty([size << 18], (1,), torch.float32, CPU).data_ptr() == places[size]
+    assert allocator.empty([3 << 18], (1,), torch.float32, CPU).data_ptr() == places[4]
+    assert len(kept) == 3
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not tell")
+def test_released_memory_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as pages:
+            return int(pages.read().split()[1]) * mmap.PAGESIZE
+
+    kept = allocator.empty([1 << 20], (1,), torch.float32, CPU).fill_(1.0)
+    x = allocator.empty([64 << 18], (1,), torch.float32, CPU).fill_(1.0)
+    before = resident()
+    del x
+    allocator.release()
+    assert resident() < before - (56 << 20) and allocator.idle() == 0
+    assert (kept == 1.0).all()  # of the same mapping
+    assert allocator.empty([64 << 18], (1,), torch.float32, CPU).sum() == 0.0  # new pages
+
+
 def test_idle_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "limit", 10 << 20)
     for size in range(1, 40):

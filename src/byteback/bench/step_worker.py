@@ -8,13 +8,14 @@ of JSON to stdout: {"done": n, "total": n, "text": "..."} for progress, and at t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics as stats
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,8 +24,9 @@ import torch
 import byteback
 from byteback.bench import step_parts
 from byteback.bench.training_step import PHASES, Numbers, Setting, Side, Variant
-from byteback.inspect.memory import peak_growth, resident, tune_malloc
+from byteback.inspect.memory import highest, tune_malloc
 from byteback.ops.backends import paths
+from byteback.torchvision_compat import load
 
 LOSSES = 3  # steps whose losses are compared
 MIN_ROUNDS, MAX_ROUNDS = 5, 101
@@ -157,29 +159,34 @@ def _parts(chosen: dict[str, Side], samples: list[dict[str, dict[str, float]]]) 
 
 
 def measure_memory(job: Job, say: Say) -> dict[str, Any]:
-    """Measures the peak memory of training above that of an idle process, what autograd saves, and the first losses."""
+    """Measures the peak memory of training, its parts, and the first losses, in a process that has done nothing yet.
+
+    The peak is the highest resident memory (VmHWM) less what it was after the imports.
+    """
     assert job.variant is not None
-    say(0, LOSSES + 1, _name(job.variant))
-    # What is set up once (threads, modules that PyTorch imports late) is not memory of the network.
-    Side(replace(job.setting, model="resnet8", image_size=32, batch=2), job.variant).step()
-    base = resident()
+    with contextlib.suppress(ImportError):
+        load()  # torchvision is an import too
+    base = highest()
+    side = Side(job.setting, job.variant)
     losses: list[float] = []
-    sides: list[Side] = []
-
-    def train() -> None:
-        assert job.variant is not None
-        sides.append(Side(job.setting, job.variant))
-        for _ in range(LOSSES):
-            losses.append(sides[0].step()[1])
-            say(len(losses), LOSSES + 1, _name(job.variant))
-
-    peak = peak_growth(train, base)
-    images, _ = sides[0].batch()
-    with sides[0].autocast():
-        report = byteback.memory(sides[0].model, images)
+    for step in range(LOSSES if job.rounds is None else job.rounds):
+        say(step, LOSSES + 1, _name(job.variant))
+        losses.append(side.step()[1])
+    most = highest()
+    images, _ = side.batch()
+    side.optimizer.zero_grad(set_to_none=True)
+    with side.autocast():
+        report = byteback.memory(side.model, images, side.optimizer)
+    parts: dict[str, int | None] = report.parts()
+    parts.pop("peak")
+    parts["transient"] = None
     # All storages that the hooks see, including the float weights that FP32 needs for its input gradients: int8 stores copies.
     saved = report.saved + report.parameters
-    return {"losses": losses, "peak": peak, "saved": saved, "saved_by_dtype": report.saved_by_dtype}
+    peak = None if most is None or base is None else most - base
+    if peak is not None:
+        # What a pass needs for a moment, and what the heap holds without need. The process is asked, not the report.
+        parts["transient"] = peak - sum(size for size in parts.values() if size is not None)
+    return {"losses": losses, "peak": peak, "parts": parts, "saved": saved, "saved_by_dtype": report.saved_by_dtype}
 
 
 def work(job: Job, say: Say) -> dict[str, Any]:

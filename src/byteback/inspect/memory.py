@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""memory: what a step stores for its backward pass, and its peak memory. tune_malloc: keeps freed memory in the process.
+"""memory: the peak memory of a step, part by part, beside float32's. tune_malloc: keeps freed memory in the process.
 
 glibc returns every block above 32 MB to the system when it is freed, and also trims the top of its heap. The pages of the next
 tensor of that size are then allocated again, which can take longer than the convolution that fills it. This slows down the
@@ -13,14 +13,16 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from byteback import tables
+from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.fused.sources import LazyActivation
 from byteback.ops.backends.cpu import allocator
 
@@ -67,62 +69,136 @@ class MemoryReport(tables.Table):
     """Bytes of unused buffers that are kept between the passes for the next one."""
     peak: int | None
     """Growth of the resident memory of the process in a forward and backward pass, with gradients; None if unknown."""
+    weights: int = 0
+    """Bytes of parameters and buffers, whether or not autograd refers to them."""
+    gradients: int = 0
+    """Bytes of the gradients of parameters after the pass."""
+    optimizer_state: int | None = None
+    """Bytes of the state of the optimizer; None if no optimizer was passed."""
+    int8_weights: int = 0
+    """Bytes of int8 copies of parameters among those of `saved_by_dtype`."""
+    float32: MemoryReport | None = None
+    """The same model with its int8 layers switched to float, if it has some and `compare` was set."""
 
     @property
     def saved(self) -> int:
         """Bytes that are stored from forward to backward: by autograd, and unused in the pool."""
         return sum(size for _, size in self.saved_by_dtype.values()) + self.pooled
 
+    @property
+    def transient(self) -> int | None:
+        """Bytes of the peak that are neither saved nor gradients: results within a pass, scratch memory, unused heap."""
+        return None if self.peak is None else max(self.peak - self.gradients - self.saved, 0)
+
+    def parts(self) -> dict[str, int | None]:
+        """Returns what the peak of a training process is made of, in bytes. The last entry is the sum, if all are known."""
+        parts = {
+            "parameters and buffers": self.weights,
+            "optimizer state": self.optimizer_state,
+            "gradients": self.gradients,
+            "int8 weights": self.int8_weights,
+            "kept for backward": self.saved - self.int8_weights,
+            "transient": self.transient,
+        }
+        known = [size for size in parts.values() if size is not None]
+        return {**parts, "peak": None if self.transient is None else sum(known)}
+
     def _table(self) -> tables.Content:
         peak = "unknown here" if self.peak is None else _megabytes(self.peak)
         title = f"{self.model}: {_megabytes(self.saved)} saved for backward, peak {peak} above the model at rest"
         kinds = sorted(self.saved_by_dtype.items(), key=lambda item: -item[1][1])
-        rows = [[dtype, str(storages), _megabytes(size)] for dtype, (storages, size) in kinds]
+        inside = {f"  {dtype}": size for dtype, (_, size) in kinds}
         if self.pooled:
-            rows.append(["idle buffers", "-", _megabytes(self.pooled)])
-        return title, ["saved as", "tensors", "size"], rows, 1
+            inside["  idle buffers"] = self.pooled
+        other = {} if self.float32 is None else self.float32.parts()
+        rows = []
+        for name, size in self.parts().items():
+            rows.append([name, _cell(size), *([_cell(other[name])] if other else [])])
+            if name == "kept for backward":
+                rows += [[kind, _cell(kept), *([""] if other else [])] for kind, kept in inside.items()]
+        return title, ["part of the peak", "size", *(["float32"] if other else [])], rows, 1
+
+
+def _cell(size: int | None) -> str:
+    return "-" if size is None else _megabytes(size)
 
 
 def _megabytes(size: int) -> str:
     return f"{size / 2**20:.1f} MB"
 
 
-def memory(model: nn.Module, input: Tensor | tuple[Any, ...]) -> MemoryReport:
-    """Measures what a forward pass on `input` saves for backward, and the peak memory of both passes.
+def memory(
+    model: nn.Module, input: Tensor | tuple[Any, ...], optimizer: Optimizer | None = None, *, compare: bool = False
+) -> MemoryReport:
+    """Measures what a forward pass on `input` saves for backward, and the peak memory of both passes, part by part.
 
     A tuple as `input` is a list of arguments. Every storage that the saved-tensor hooks of autograd see is counted once. The
     passes run in training mode, twice: once to count, once for the peak. Afterwards parameters, buffers, gradients, flags and
-    random state are as they were before.
+    random state are as they were before. With `optimizer` its state counts too. With `compare` the int8 layers of a prepared
+    model are measured a second time, in float32. `byteback bench memory` measures both sides in processes of their own.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU())
     >>> memory(model, torch.zeros(2, 3, 6, 6)).saved_by_dtype  # the input, and the output of ReLU: 4·2·(3·6·6 + 8·4·4)
     {'float32': (2, 1888)}
     """
     args = input if isinstance(input, tuple) else (input,)
+    report = _measured(model, args, None if optimizer is None else _bytes(_tensors(optimizer.state_dict()["state"])))
+    layers = [module for module in model.modules() if isinstance(module, (Int8Layer, FusedConvolution)) and module.enabled]
+    if not compare or not layers:
+        return report
+    for layer in layers:
+        layer.enabled = False
+    try:
+        return replace(report, float32=_measured(model, args, report.optimizer_state))
+    finally:
+        for layer in layers:
+            layer.enabled = True
+
+
+def _measured(model: nn.Module, args: tuple[Any, ...], optimizer_state: int | None) -> MemoryReport:
+    """Counts in one pass, and measures the peak in a second one."""
     with as_it_was(model, args):
-        found: dict[int, tuple[str, int]] = {}
+        found: dict[int, _Saved] = {}
         allocator.release()  # else buffers of earlier steps would count
         pooled = _forward_backward(model, args, found)
-    storages_of_model = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
-    own = {storage.data_ptr() for storage in storages_of_model}
+        gradients = _bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    of_model = {storage.data_ptr(): storage.nbytes() for storage in storages}
     kept: dict[str, tuple[int, int]] = {}
-    for address, (dtype, size) in found.items():
-        if address not in own:
-            storages, total = kept.get(dtype, (0, 0))
-            kept[dtype] = (storages + 1, total + size)
+    for address, saved in found.items():
+        if address not in of_model:
+            count, total = kept.get(saved.dtype, (0, 0))
+            kept[saved.dtype] = (count + 1, total + saved.size)
+    shapes = {parameter.shape for parameter in model.parameters()}
     with as_it_was(model, args):
         allocator.release()
         peak = peak_growth(lambda: _forward_backward(model, args, {}))
     return MemoryReport(
         model=type(model).__name__,
         saved_by_dtype=kept,
-        parameters=sum(size for address, (_, size) in found.items() if address in own),
+        parameters=sum(saved.size for address, saved in found.items() if address in of_model),
         pooled=pooled,
         peak=peak,
+        weights=sum(of_model.values()),
+        gradients=gradients,
+        optimizer_state=optimizer_state,
+        int8_weights=sum(saved.size for saved in found.values() if saved.dtype == "int8" and saved.shape in shapes),
     )
 
 
-def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, tuple[str, int]]) -> int:
+class _Saved(NamedTuple):
+    """A storage that autograd saves."""
+
+    dtype: str
+    size: int
+    shape: torch.Size  # of a tensor in it
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, _Saved]) -> int:
     """Runs both passes and adds the storages that autograd saves in the forward pass to `found`, by address.
 
     Returns the bytes of unused buffers in the pool between the passes.
@@ -133,7 +209,7 @@ def _forward_backward(model: nn.Module, args: tuple[Any, ...], found: dict[int, 
         for part in _stored(tensor):
             storage = part.untyped_storage()
             held.append(storage)
-            found[storage.data_ptr()] = (str(part.dtype).removeprefix("torch."), storage.nbytes())
+            found[storage.data_ptr()] = _Saved(str(part.dtype).removeprefix("torch."), storage.nbytes(), part.shape)
         return tensor
 
     with torch.enable_grad():
@@ -211,6 +287,11 @@ def resident() -> int | None:
     return _status("VmRSS")
 
 
+def highest() -> int | None:
+    """Returns the highest resident memory that this process has had (VmHWM); None if unknown."""
+    return _status("VmHWM")
+
+
 def peak_growth(run: Callable[[], object], base: int | None = None) -> int | None:
     """Returns how far resident memory rises above `base` (default: its current value) during `run`; None if unknown.
 
@@ -224,12 +305,12 @@ def peak_growth(run: Callable[[], object], base: int | None = None) -> int | Non
     base = before if base is None else base
     if _reset_peak(before):
         run()
-        highest = _status("VmHWM")
+        most = highest()
     else:
         with _Sampler() as sampler:
             run()
-        highest = sampler.highest
-    return None if highest is None else max(highest - base, 0)
+        most = sampler.highest
+    return None if most is None else max(most - base, 0)
 
 
 def _status(field: str) -> int | None:
@@ -246,8 +327,8 @@ def _reset_peak(now: int) -> bool:
         _CLEAR_REFS.write_text("5")
     except OSError:
         return False
-    highest = _status("VmHWM")
-    return highest is not None and highest <= now + _SLACK
+    most = highest()
+    return most is not None and most <= now + _SLACK
 
 
 class _Sampler(threading.Thread):

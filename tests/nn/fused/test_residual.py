@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 import byteback
 from byteback import ops
+from byteback.nn.fused import block
 from byteback.nn.fused.block import FusedBlock
-from byteback.nn.fused.sources import LazyActivation, source_of
+from byteback.nn.fused.sources import LazyActivation, Source, source_of
 from byteback.ops.backends import paths
 
 
@@ -93,14 +94,15 @@ def test_the_stream_is_int8_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> 
     assert [floats for _, floats in seen].count(True) == 1  # the last block, for the head
 
 
-def test_a_block_adds_values_times_scale() -> None:
+def test_a_block_adds_values_times_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Source] = []
+    monkeypatch.setattr(block, "attach_source", lambda output, source: computed.append(source) or output)
     torch.manual_seed(1)
     model = prepared("int8", nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), Residual(8, 8, 1)))
     first = model[:2](torch.randn(4, 3, 9, 9))
     assert isinstance(first, LazyActivation)
     output = model[2](first)
-    source, made = source_of(output), source_of(first).int8()[1]  # type: ignore[union-attr]
-    assert source is not None
+    source, made = computed[-1], source_of(first).int8()[1]  # type: ignore[union-attr]
     z = source.x * source.a.reshape(1, -1, 1, 1) + source.b.reshape(1, -1, 1, 1)
     assert torch.equal(output + 0.0, F.relu(z + made.values * made.scale))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions: blocks that wait for their reader give the bits of blocks that do not, and write no product."""
+"""Sources: predictions that wait for their reader give the bits of blocks that do not, and floats hold nothing beside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import byteback
 from byteback import ops
-from byteback.nn.fused.sources import LazyActivation, PredictionSource, source_of
+from byteback.nn.fused.pooling import Joined
+from byteback.nn.fused.sources import Floats, LazyActivation, PredictionSource, source_of
 
 
 class Net(nn.Module):
@@ -139,3 +140,82 @@ def test_a_copy_of_a_model_that_was_never_trained_predicts_the_same() -> None:
     with torch.no_grad():
         assert torch.equal(copy.deepcopy(model)(x), model(x))
     assert torch.equal(model(x).detach(), copy.deepcopy(model)(x).detach())
+
+
+# ---- what a source holds -----------------------------------------------------------------------------------------------
+
+
+class Stream(nn.Module):
+    """A residual stream of three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norms[0](self.convs[0](x)))
+        for conv, norm in zip(self.convs[1:], self.norms[1:], strict=True):
+            x = F.relu(norm(conv(x)) + x)
+        return x
+
+
+def test_the_plain_output_of_a_block_holds_no_other_floats() -> None:
+    """Each output is the residual of the next block: else the last one would hold all of them."""
+    torch.manual_seed(0)
+    model = byteback.prepare(Stream(), "plain-int8")
+    output = model(torch.randn(2, 8, 6, 6))
+    source = source_of(output)
+    assert isinstance(source, Floats) and source.plain().data_ptr() == output.data_ptr()
+    floats = {t.data_ptr() for t in source.tensors() if t.dtype == torch.float32}
+    assert floats == {output.data_ptr()}
+    assert source.never_negative() and torch.equal(source.clip(), output.detach().max())
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_floats_replace_what_they_were_computed_from(channels_last: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1))
+    x = torch.randn(2, 3, 9, 9)
+    if channels_last:
+        x, model = x.contiguous(memory_format=torch.channels_last), model.to(memory_format=torch.channels_last)
+    byteback.prepare(model, "plain-int8")
+    sources = []
+    for _ in range(2):
+        lazy = model[:5](x)
+        assert isinstance(lazy, LazyActivation) and lazy.source is not None
+        sources.append(lazy.source)
+    settled, other = sources
+    floats = settled.plain()
+    assert settled.is_settled and not other.is_settled
+    assert [t.data_ptr() for t in settled.tensors() if t.dtype == torch.float32 and t.numel()] == [floats.data_ptr()]
+    for clip in (None, torch.tensor(0.3)):
+        mine, theirs = settled.int8(clip), other.int8(clip)
+        assert torch.equal(mine.q.values, theirs.q.values) and torch.equal(mine.counts, theirs.counts)
+    assert torch.equal(settled.clip(), other.clip())
+    given = settled.give()
+    assert torch.equal(given, other.give()) and given.data_ptr() != floats.data_ptr()
+    assert torch.equal(settled.plain(), floats)
+    part = torch.empty(2, 5, 5, 16).movedim(-1, 1)  # channels last, twice as wide
+    ints = torch.empty(part.shape, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
+    settled.write_into(torch.tensor(0.3), True, ops.Into(ints[:, 8:], part[:, 8:], 16))
+    assert torch.equal(part[:, 8:], floats) and torch.equal(ints[:, 8:], other.int8(torch.tensor(0.3)).q.values)
+
+
+def test_a_concatenation_lets_go_of_its_parts_once_its_floats_are_written() -> None:
+    torch.manual_seed(0)
+    model = trained(Net()).train()
+    x = torch.randn(2, 16, 6, 6, requires_grad=True)
+
+    def joined() -> Any:
+        both = torch.cat([F.relu(model.left(x)), F.relu(model.right(x))], 1)
+        assert isinstance(both, LazyActivation) and isinstance(both.source, Joined)
+        return both
+
+    first, second = joined(), joined()
+    floats = first.source.plain()
+    assert first.source.is_settled and not first.source.parts and first.source.never_negative()
+    clip = torch.tensor(0.4)
+    assert torch.equal(first.source.int8(clip).q.values, second.source.int8(clip).q.values)
+    wider = torch.cat([first, second], 1)
+    assert torch.equal(wider + 0.0, torch.cat([floats, floats], 1))

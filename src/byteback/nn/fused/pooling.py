@@ -52,8 +52,14 @@ class Joined(Source):
         written = [self.output, *(copy.q.values for copy in self.quantized)]
         return [tensor for part in self.parts for tensor in part.tensors()] + [t for t in written if t is not None]
 
+    def _settle(self) -> None:
+        """Lets go of the parts, of which only the maximum is needed beside the floats."""
+        if not self.is_settled:
+            self.clip()
+            self.is_positive, self.is_settled, self.parts = self.never_negative(), True, []
+
     def never_negative(self) -> bool:
-        return all(part.never_negative() for part in self.parts)
+        return self.is_positive if self.is_settled else all(part.never_negative() for part in self.parts)
 
     def known_peak(self) -> Tensor | None:
         return self.clip() if all(part.known_peak() is not None for part in self.parts) else self.peak
@@ -65,12 +71,17 @@ class Joined(Source):
 
     def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> None:
         """Writes both copies in one pass if both will be read."""
+        if self.is_settled:
+            super().write(clip, want_float, want_mask)
+            return
         want_float = want_float or (self.join_floats and self.output is None)
         if clip is None and self.join_int8 and not self.quantized:
             clip = self.clip()
         made, values, output = self._written(clip, want_float)
         counts = None if clip is None else torch.stack([part.counts for part in made]).sum(0)  # type: ignore[misc]
         self.keep(clip, ops.Normalized(values, made[0].scale, output, None, counts))
+        if self.output is not None:
+            self._settle()
 
     def _written(self, clip: Tensor | None, want_float: bool) -> tuple[list[ops.Normalized], Tensor | None, Tensor | None]:
         width = self.shape[1]
@@ -102,7 +113,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return NotImplemented
     parts: list[Source] = []
     for source in sources:
-        parts += source.parts if isinstance(source, Joined) else [source]  # type: ignore[list-item]
+        is_open = isinstance(source, Joined) and not source.is_settled
+        parts += source.parts if is_open else [source]  # type: ignore[list-item, union-attr]
     shape = [rest[0], sum(part.shape[1] for part in parts), *rest[1:]]
     strides = layout.dense_strides(shape, all(layout.is_channels_last(tensor) for tensor in tensors))
     return Poolable(Joined(parts, strides))

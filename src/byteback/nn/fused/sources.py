@@ -70,6 +70,7 @@ class Source:
     """
 
     output: Tensor | None = None
+    is_settled = False  # only `output` is left: x and the residual were released
     join_int8 = join_floats = False  # which copies of a concatenation with this activation the block expects to be read
 
     def __init__(
@@ -102,7 +103,9 @@ class Source:
 
     def clip(self) -> Tensor:
         """Returns the exact max|activation| as a 0-dim tensor."""
-        if self.peak is None:
+        if self.peak is None and self.is_settled:
+            self.peak = ops.absmax(self.plain(), -1).reshape(())
+        elif self.peak is None:
             self.peak = ops.normalize_peak(self.x, self.a, self.b, self.residual, self.activation)
         return self.peak
 
@@ -117,6 +120,10 @@ class Source:
 
     def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> Tensor | None:
         """Computes and stores what is asked for, in one pass. Returns the mask."""
+        if self.is_settled:
+            assert clip is not None and not want_mask
+            self._quantize(self.plain(), clip)
+            return None
         args = (self.x, self.a, self.b, self.residual, self.activation, clip)
         made = ops.normalize(*args, want_float=want_float, want_mask=want_mask)
         self.keep(clip, made)
@@ -132,12 +139,19 @@ class Source:
 
     def write_into(self, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
         """Same as `write`, but writes into a slice of a wider tensor and stores nothing here."""
+        if self.is_settled:
+            return self._copy_into(self.plain(), clip, want_float, into)
         args = (self.x, self.a, self.b, self.residual, self.activation, clip)
         return ops.normalize(*args, want_float=want_float, want_mask=False, into=into)
 
     def give(self) -> Tensor:
         """Returns the float activation. The caller may write to it."""
-        output, self.output = self.plain(), None
+        if self.is_settled:
+            return self.plain().clone()
+        if self.output is None:
+            self.write(None, want_float=True)
+        output, self.output = self.output, None
+        assert output is not None
         return output
 
     def plain(self) -> Tensor:
@@ -145,7 +159,33 @@ class Source:
         if self.output is None:
             self.write(None, want_float=True)
         assert self.output is not None
+        self._settle()
         return self.output
+
+    def settled(self, output: Tensor) -> Source:
+        """A source that holds no more than `output`, the floats of this one, which somebody else holds.
+
+        Else the next block, which holds this output as its residual, would hold y too, and this block's own residual, and so
+        all floats of a residual stream. A concatenation is computed when it is read, from what nobody can write to.
+        """
+        if self.join_int8 or self.join_floats:
+            return self
+        floats = Floats(output.detach(), self.peak, not self.never_negative())  # not output itself, which will hold the source
+        floats.quantized = self.quantized
+        return floats
+
+    def _settle(self) -> None:
+        """Lets go of what the floats were computed from."""
+        if not self.is_settled:
+            self.is_settled, self.x, self.residual = True, self.x.new_empty(0), None
+
+    def _copy_into(self, floats: Tensor, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
+        values = scale = counts = None
+        if clip is not None and into.values is not None:
+            _, q, counts = self.int8(clip)
+            values, scale = into.values.copy_(q.values), q.scale
+        output = into.output.copy_(floats) if want_float and into.output is not None else None
+        return ops.Normalized(values, scale, output, None, counts)
 
     def _quantize(self, floats: Tensor, clip: Tensor) -> None:
         """Quantizes an activation that exists as float, and stores the int8 copy."""
@@ -201,6 +241,12 @@ class PredictionSource(Source):
     def write_into(self, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
         return self._made(clip, want_float, into) if self.product is None else super().write_into(clip, want_float, into)
 
+    def settled(self, output: Tensor) -> Source:
+        return self
+
+    def _settle(self) -> None:
+        """Nothing: its operands are int8, and its readers may come under another clip."""
+
     def _made(self, clip: Tensor | None, want_float: bool, into: ops.Into | None) -> ops.Normalized:
         (x, x_scale), (w, w_scale) = self.operands
         follows = (self.a, self.b, self.residual, self.activation, clip)
@@ -233,18 +279,16 @@ class Floats(Source):
             self._quantize(self.x, clip)
 
     def write_into(self, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
-        values = scale = counts = None
-        if clip is not None and into.values is not None:
-            _, q, counts = self.int8(clip)
-            values, scale = into.values.copy_(q.values), q.scale
-        output = into.output.copy_(self.x) if want_float and into.output is not None else None
-        return ops.Normalized(values, scale, output, None, counts)
+        return self._copy_into(self.x, clip, want_float, into)
 
     def plain(self) -> Tensor:
         return self.x
 
     def give(self) -> Tensor:
         return self.x.clone()  # other readers need x unchanged
+
+    def settled(self, output: Tensor) -> Source:
+        return self
 
 
 class LazyActivation(Tensor):
@@ -345,7 +389,7 @@ def materialize(x: Any) -> Any:
 
 def attach_source(output: Tensor, source: Source) -> Tensor:
     """Marks a plain float tensor as the output of `source`. The mark is valid until the tensor is written to."""
-    setattr(output, _ATTRIBUTE, (source, output._version))
+    setattr(output, _ATTRIBUTE, (source.settled(output), output._version))
     return output
 
 

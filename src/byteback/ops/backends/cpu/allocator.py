@@ -3,9 +3,10 @@
 
 glibc returns every block above 32 MB to the system when it is freed, so a training step would page in the same hundreds of
 megabytes each time. A block belongs to one storage at a time. While a tensor, a view, a saved tensor or a numpy array keeps
-that storage alive, the block is not used again. `limit` is the maximum size of unused blocks. `offer` tells the system that
-it may take them. It does so when memory is short; until then the next use needs no page faults. (The call takes about 1 % of a
-training step of ResNet-18.)
+that storage alive, the block is not used again. All sizes share one heap (csrc/core/pool.cpp), so a step needs little more
+than the most that was in use at once. `limit` is the maximum size of unused blocks. `offer` tells the system that it may take
+them. It does so when memory is short; until then the next use needs no page faults. (The call takes about 1 % of a training
+step of ResNet-18.)
 
 The native library stores the blocks (csrc/core/pool.cpp) and returns them as DLPack capsules. A call takes 1 µs; the same in
 Python took 4 µs, and 50 µs after a large layer had evicted it from the caches. Blocks below 1 MB come from malloc, which
@@ -39,15 +40,20 @@ def _physical_memory() -> int:
 
 
 limit = _physical_memory() // 4
-"""The maximum number of unused bytes. Above it, the least recently used sizes are returned to the system."""
+"""The maximum number of unused bytes. Above it, the ranges that were unused longest are returned to the system."""
 
 
-def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns an uninitialized dense tensor of float32, bfloat16, int8 or uint8. Only CPU memory is pooled."""
+def empty(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, lasts: bool = False
+) -> Tensor:
+    """Returns an uninitialized dense tensor of float32, bfloat16, int8 or uint8. Only CPU memory is pooled.
+
+    `lasts`: it is needed after the step, as gradients of weights are. Such tensors have a heap of their own.
+    """
     if _native is None or device != CPU or len(shape) > MOST_AXES:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     # Only the tensor references its storage: autograd accumulates gradients in place only into such tensors.
-    return tensor_of(_native.pool_lend(shape, strides, *_TYPES[dtype], limit))
+    return tensor_of(_native.pool_lend(shape, strides, *_TYPES[dtype], limit, lasts))
 
 
 def empty_like(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

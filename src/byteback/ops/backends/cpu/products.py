@@ -133,7 +133,8 @@ def product(path: int, call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor,
     plan: Plan | None = call.plan
     if plan is None:
         return reference.product(call, a, a_scale, b, b_scale)
-    result = allocator.empty(plan.size, plan.strides, _FLOAT32, CPU)
+    # The gradient of a weight is needed until the optimizer has read it, and often through the next forward.
+    result = allocator.empty(plan.size, plan.strides, _FLOAT32, CPU, lasts=call.kind == "grad_weight")
     if plan.is_plain:
         library.last_kernel = plan.function(
             path,
