@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the native library and says which of its paths can run on this machine.
 
-avx512vnni is compared with the generic path on small products, and on sums as deep as an int32 holds, before it is first used.
-It is refused with a warning if a bit differs.
+avx512vnni is compared with the generic path before it is first used: small products, sums as deep as an int32 holds, and the
+elementwise functions on small tensors. It is refused with a warning if a bit differs.
 """
 
 from __future__ import annotations
