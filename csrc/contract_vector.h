@@ -80,6 +80,28 @@ struct Tally {
         return false;
     }
 
+    // The same by a clip for each element, whose inverses and bounds lie side by side.
+    template <int V>
+    BYTEBACK_INLINE void scale(const Floats (&v)[V], const f32* inverse, const f32* bound, Floats (&y)[V]) {
+        Ints most = all32(0);
+        Mask beyond = no_lane();
+#pragma GCC unroll 4
+        for (int i = 0; i < V; ++i) {
+            const Ints size = magnitude(v[i]);
+            most = max32(most, size);
+            beyond = either(beyond, greater(floats_of(size), load(bound + kLanes * i)));
+        }
+        if (__builtin_expect(!any(beyond) && !any_greater(most, all32(kLargest)), 1)) {
+            peak = max32(peak, most);
+#pragma GCC unroll 4
+            for (int i = 0; i < V; ++i) y[i] = v[i] * load(inverse + kLanes * i);
+            return;
+        }
+        const bool special = see(v);
+#pragma GCC unroll 4
+        for (int i = 0; i < V; ++i) y[i] = scaled(v[i], Clip(load(inverse + kLanes * i), load(bound + kLanes * i)), special);
+    }
+
     Report report() const {
         s32 lanes[3][kLanes], most = 0;
         store(lanes[0], saturated), store(lanes[1], nonfinite), store(lanes[2], peak);
@@ -110,10 +132,10 @@ BYTEBACK_INLINE Ints mix32(Ints h) {
     return xor32(h, shr32(h, 16));
 }
 
-// floor(y + u). `noise` holds h16 in the upper half of each lane and 0x8000, the "+ 0.5", in the lower. Shifted by one it is
-// u * 2^31 with 17 significant bits: exact as a float, and so is u. So the fused product and sum rounds once, as y + u does.
-BYTEBACK_INLINE Floats round_stochastically(Floats y, Ints noise) {
-    return round_down(fused(to_floats(shr32(noise, 1)), all(1.0f / 2147483648.0f), y));
+// floor(y + u). `noise` holds h16 in the upper half of each lane and 0x8000, the "+ 0.5", in the lower: u * 2^32 with 17
+// significant bits, exact as a float, and so is u. So the fused product and sum rounds once, as y + u does.
+BYTEBACK_INLINE Ints rounded_stochastically(Floats y, Ints noise) {
+    return to_ints_below(fused(noise_floats(noise), all(kNoiseUnit), y));
 }
 
 // The noise of a run of elements, of neighbouring channel pairs: two vectors of elements from a vector of hashes.

@@ -18,7 +18,7 @@ from byteback import ops
 from byteback.ops.backends import paths
 
 NATIVE = [path for path in paths.available() if path != "reference"]
-# Rows around blocks of 64 and the tree's powers of two; channels around vectors of 8, blocks of 32 and pairs.
+# Rows around blocks of 64 and the tree's powers of two; channels around vectors of 8 and 16, blocks of 32 and 64, and pairs.
 SHAPES = [(1, 1), (5, 3), (65, 17), (64, 8), (3, 1000), (2, 4, 33), (2, 24, 9, 9), (3, 7, 5, 9), (1, 1, 13, 11),
           (2, 40, 16, 17), (1, 65, 8, 8), (4, 64, 33, 31), (2, 3, 5, 4, 7), (1, 16, 3, 8, 9), (2, 1030, 3, 3)]  # fmt: skip
 SPECIAL = [math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0, -0.0, 1e-42, 6.0, 3.0, -3.0, 88.8, -88.8, 1e-30]

@@ -19,9 +19,13 @@ T* at(Address address) {
 }  // namespace
 }  // namespace byteback
 
-// BYTEBACK_CALL(name, arguments...) calls the elementwise function of this name for `path`. avx512vnni uses those of avx2:
-// every path but the generic one runs on a machine with AVX2.
-#ifdef BYTEBACK_AVX2
+// BYTEBACK_CALL(name, arguments...) calls the function of this name for `path`.
+#if defined(BYTEBACK_AVX512VNNI)
+#define BYTEBACK_CALL(name, ...)                                                   \
+    (static_cast<Path>(path) == Path::generic      ? generic::name(__VA_ARGS__)    \
+     : static_cast<Path>(path) == Path::avx512vnni ? avx512vnni::name(__VA_ARGS__) \
+                                                   : avx2::name(__VA_ARGS__))
+#elif defined(BYTEBACK_AVX2)
 #define BYTEBACK_CALL(name, ...) \
     (static_cast<Path>(path) == Path::generic ? generic::name(__VA_ARGS__) : avx2::name(__VA_ARGS__))
 #else

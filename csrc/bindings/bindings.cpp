@@ -13,6 +13,7 @@
 #include "bindings/structs.h"
 #include "conv/conv.h"
 #include "conv/plan.h"
+#include "block/pass_check.h"
 #include "conv/self_check.h"
 #include "core/peak.h"
 
@@ -71,7 +72,10 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // structs that Python remembers for a shape live as long as the process
     m.def("is_compiled", [](int path) { return is_compiled(static_cast<Path>(path)); });
     m.def("cpu_supports", [](int path) { return cpu_supports(static_cast<Path>(path)); });
-    m.def("self_check", [](int path) { return self_check(static_cast<Path>(path)); });
+    m.def("self_check", [](int path) {
+        const std::string found = self_check(static_cast<Path>(path));
+        return found.empty() ? pass_check(static_cast<Path>(path)) : found;
+    });
     m.def("peaks", &peaks, "threads"_a);
     bind_structs(m);
     bind_product<conv_output>(m, "conv_output");

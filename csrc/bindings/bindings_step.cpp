@@ -19,7 +19,7 @@
 #include "core/generic.h"
 #include "quantizer/ledger.h"
 #ifdef BYTEBACK_AVX2
-#include "core/avx2.h"
+#include "core/avx512vnni.h"
 #endif
 
 namespace nb = nanobind;

@@ -31,6 +31,11 @@ void max_pool(const Windows&, const f32* x, f32* y, u8* taps, int threads);
 void max_pool_grad(const Windows&, const f32* g, const u8* taps, f32* dx, int threads);
 }  // namespace avx2
 
+namespace avx512vnni {
+void max_pool(const Windows&, const f32* x, f32* y, u8* taps, int threads);
+void max_pool_grad(const Windows&, const f32* g, const u8* taps, f32* dx, int threads);
+}  // namespace avx512vnni
+
 namespace {  // each file compiles its own copy
 
 struct Tap {

@@ -110,4 +110,8 @@ namespace avx2 {
 BYTEBACK_NORM_FUNCTIONS
 }
 
+namespace avx512vnni {
+BYTEBACK_NORM_FUNCTIONS
+}
+
 }  // namespace byteback

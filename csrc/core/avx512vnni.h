@@ -1,13 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The AVX-512 VNNI path: the matrix products and Winograd, by instructions that multiply and add in one. Everything else is the
-// AVX2 path's.
+// The AVX-512 VNNI path: what it has of its own, and what it leaves to the AVX2 path.
 #pragma once
 
-#include "core/types.h"
-
-namespace byteback {
-struct Epilogue;  // epilogue.h
-}
+#include "core/avx2.h"
 
 namespace byteback::avx512vnni {
 
@@ -20,5 +15,19 @@ void gemm_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* d
 void winograd_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads, const Epilogue* finish = nullptr);
 void winograd_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
 void winograd_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
+
+Report quantize(const Rows&, const f32* x, PerScale clip, Noise, s8* q, int threads);
+void channel_cosine_terms(const Rows&, const f32* x, CandidateClips, bool stochastic, f64* terms, int threads);
+void cosine_terms(const Rows&, const f32* x, CandidateClips, bool stochastic, f64* terms, int threads);
+
+// AVX2's, whose times these are divided by those of 512-bit vectors, on a Zen 4 (which halves 512-bit instructions), one
+// thread, in the caches: they load more than they compute, or turn tiles.
+using avx2::absmax;              // 0.94 to 1.03
+using avx2::absmax_outer;        // 0.91 to 1.00
+using avx2::cosine_slope_terms;  // 0.69 to 1.13
+using avx2::dot_terms;           // 0.77 to 1.15
+using avx2::moments;             // 0.74 to 1.13
+using avx2::tail_count;          // 0.65 to 1.07
+using avx2::transpose;
 
 }  // namespace byteback::avx512vnni

@@ -68,8 +68,8 @@ struct Cut {
         tiles = tile ? ceil_div(rows.channels, tile) : 0;
         together = dense && tile ? kPeriod / tile : 1;
         if (together > rows.inner) together = rows.inner > 0 ? rows.inner : 1;
-        // A multiple of 32 elements saves the kernels a ragged end in every period.
-        const s64 even = 32 / greatest_divisor(32, tile);
+        // A multiple of 64 elements, the longest block of any path, saves the kernels a ragged end in every period.
+        const s64 even = 64 / greatest_divisor(64, tile);
         if (together > even) together -= together % even;
         chunk = tile ? round_up(ceil_div(kUnitWork, tile), together) : 1;
         chunks = ceil_div(rows.inner, chunk);

@@ -27,15 +27,11 @@ def outcome(name: str, placement: str, path: str, threads: int) -> list[torch.Te
     return made
 
 
-def paths_of(name: str) -> list[str]:
-    native_paths = [path for path in paths.available() if path != "reference"]
-    return [path for path in native_paths if name in calls.PRODUCTS or path != "avx512vnni"]
-
-
 def main() -> int:
     faulthandler.enable()
+    native_paths = [path for path in paths.available() if path != "reference"]
     for name in sys.argv[1:] or calls.ALL:
-        for path in paths_of(name):
+        for path in native_paths:
             plain = outcome(name, "plain", path, 1)
             for placement, threads in RUNS:
                 print(f"{name} on path {path} with {threads} threads, buffers at the {placement} of their pages", flush=True)

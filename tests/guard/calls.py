@@ -11,9 +11,6 @@ from guard.memory import Arena
 ALL: dict[str, Callable[[Arena, int, int], None]] = {
     call.__name__: call for module in (calls_products, calls_elementwise, calls_block, calls_step) for call in module.CALLS
 }
-PRODUCTS = {
-    call.__name__ for call in (*calls_products.CALLS, *calls_step.CALLS)
-}  # the other functions of avx512vnni are avx2's
 STRUCTS = {
     *("ConvShape", "Rows", "Windows", "Pixels", "RoiShape", "Operands", "ForwardPass", "BatchGiven", "BatchMade", "Backward"),
     *("QuantizePlan", "QuantizedTo", "MagnitudeClips", "BlockPlan", "QuantizerRow", "ForwardTensors", "BackwardTensors"),

@@ -17,7 +17,7 @@ from byteback.ops.pooling import Window, has_max_pool, max_pool, max_pool_grad
 
 pytestmark = pytest.mark.skipif(native_library.native is None, reason="needs the native library")
 
-PATHS = [path for path in ("generic", "avx2") if not paths.why_not(path)]
+PATHS = [path for path in paths.available() if path != "reference"]
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/avx2.h"
+#include "core/avx512vnni.h"
 #include "conv/conv.h"
 #include "detect/detect.h"
 #include "block/epilogue.h"
@@ -190,7 +190,10 @@ void add_finished(Path path, std::vector<Call>& calls) {
 
 // ---- elementwise ----
 
-#define ELEMENTWISE(name, ...) (path == Path::generic ? generic::name(__VA_ARGS__) : avx2::name(__VA_ARGS__))
+#define ELEMENTWISE(name, ...)                          \
+    (path == Path::generic ? generic::name(__VA_ARGS__) \
+     : path == Path::avx2  ? avx2::name(__VA_ARGS__)    \
+                           : avx512vnni::name(__VA_ARGS__))
 
 void add_statistics(Path path, std::vector<Call>& calls) {
     const f32 *x = given().floats.data(), *clips = given().positive.data();
@@ -431,12 +434,10 @@ int main(int count_of_arguments, char**) {
         std::vector<Call> calls;
         add_products(path, calls);
         if (path != Path::generic) add_finished(path, calls);
-        if (path != Path::avx512vnni) {  // the rest of avx512vnni is avx2's
-            add_statistics(path, calls);
-            add_forward(path, calls);
-            add_backward(path, calls);
-            add_images(path, calls);
-        }
+        add_statistics(path, calls);
+        add_forward(path, calls);
+        add_backward(path, calls);
+        add_images(path, calls);
         calls.push_back({"pool", use_pool});
         calls.push_back({"self_check", [=](int) {
                              const std::string said = self_check(path);

@@ -27,7 +27,7 @@ struct State {
 
     State(s64 all_rows, s64 all_channels, f32* y, size_t threads)
         : rows(all_rows), channels(all_channels), padded(round_up(channels, 2 * kLanes)), to(y),
-          stream(should_stream(y, rows, channels, 2 * kLanes)),
+          stream(should_stream(y, rows, channels, kLineFloats)),
           sums(reinterpret_cast<f64*>(scratch<BlockSumsTag>(static_cast<size_t>(blocks() * 2 * padded) * sizeof(f64)))),
           whole(static_cast<size_t>(blocks()), 0), stats(threads, ChannelStats(channels)), next(threads, -1) {}
 

@@ -8,30 +8,34 @@ namespace byteback::BYTEBACK_PATH {
 
 namespace {
 
-// kBlock channels of one window, whose values and taps stay in registers; the rest of the channels goes channel by channel.
+// V vectors of channels of one window, from c on: values and taps stay in registers.
+template <int V, class Lanes>
+BYTEBACK_INLINE void largest_some(const f32* image, const Tap* taps, s64 count, s64 c, f32* y, u8* which, Lanes lanes) {
+    Floats best[V];
+    Ints number[V];
+    for (int v = 0; v < V; ++v) {
+        best[v] = all(-std::numeric_limits<f32>::infinity());
+        number[v] = all32(taps[0].number);
+    }
+    for (s64 t = 0; t < count; ++t) {
+        const f32* x = image + taps[t].offset + c;
+        const Ints tap = all32(taps[t].number);
+        for (int v = 0; v < V; ++v) {
+            const Floats value = lanes.load(x + kLanes * v);
+            const Mask better = either(greater(value, best[v]), is_nan(value));
+            best[v] = chosen(better, value, best[v]);
+            number[v] = chosen(better, tap, number[v]);
+        }
+    }
+    for (int v = 0; v < V; ++v) lanes.store(y + c + kLanes * v, best[v]);
+    lanes.store_bytes(which + c, number);
+}
+
 void largest_vectors(const f32* image, const Tap* taps, s64 count, s64 channels, f32* y, u8* which) {
     s64 c = 0;
-    for (; c + kBlock <= channels; c += kBlock) {
-        Floats best[4];
-        Ints number[4];
-        for (int v = 0; v < 4; ++v) {
-            best[v] = all(-std::numeric_limits<f32>::infinity());
-            number[v] = all32(taps[0].number);
-        }
-        for (s64 t = 0; t < count; ++t) {
-            const f32* x = image + taps[t].offset + c;
-            const Ints tap = all32(taps[t].number);
-            for (int v = 0; v < 4; ++v) {
-                const Floats value = load(x + kLanes * v);
-                const Mask better = either(greater(value, best[v]), is_nan(value));
-                best[v] = chosen(better, value, best[v]);
-                number[v] = chosen(better, tap, number[v]);
-            }
-        }
-        for (int v = 0; v < 4; ++v) store(y + c + kLanes * v, best[v]);
-        AllLanes().store_bytes(which + c, number);
-    }
-    largest(image, taps, count, c, channels, y, which);
+    for (; c + kBlock <= channels; c += kBlock) largest_some<4>(image, taps, count, c, y, which, AllLanes{});
+    for (; c + kLanes <= channels; c += kLanes) largest_some<1>(image, taps, count, c, y, which, AllLanes{});
+    if (c < channels) largest_some<1>(image, taps, count, c, y, which, FirstLanes(channels - c));
 }
 
 }  // namespace

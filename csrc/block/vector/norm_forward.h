@@ -33,7 +33,7 @@ struct PeakKernel {
 
     template <class Lanes>
     BYTEBACK_INLINE void see(int v, s64 e, Lanes lanes) {
-        const Floats value = activate<activation>(forward_z(run, e, lanes.load(run.x + e), lanes));
+        const Floats value = activate<activation, true>(forward_z(run, e, lanes.load(run.x + e), lanes));
         peak[v] = max32(peak[v], magnitude(lanes.only(value)));
     }
     BYTEBACK_INLINE void block(s64 e) {
@@ -84,17 +84,19 @@ int wants_of(const Forward& from, const Outcome& to) {
 template <Activation activation, int wants>
 struct ApplyKernel {
     static constexpr bool anything = wants == kAnything;
+    static constexpr bool signless = !anything && (wants & kOutput) == 0;  // no floats are written
     Forward whole, run;
     Outcome to;
     Clip clip;
     Tally tally;
     Keeper keeper;
     s64 at = 0, result = 0, mask_row = 0;
-    bool stream;
+    bool stream, stream_kept;
 
     ApplyKernel(const Forward& from, const Outcome& outcome, s64 together)
         : whole(from), to(outcome), clip(outcome.clip),
-          stream(to.pitch == from.channels && should_stream(to.output, from.rows, from.channels, kLanes)) {
+          stream(to.pitch == from.channels && should_stream(to.output, from.rows, from.channels, kLanes)),
+          stream_kept(should_stream(static_cast<const s8*>(to.kept), from.channels * together, from.rows * from.channels)) {
         const Constants k({from.a, from.b, outcome.centre, nullptr}, from.channels, together);
         whole.a = k[0], whole.b = k[1];
         fill_inverse(outcome, from.channels, together, k[3]);
@@ -125,13 +127,14 @@ struct ApplyKernel {
         for (int v = 0; v < V; ++v) {
             const Floats x = lanes.load(run.x + e + kLanes * v), z = z_of(e + kLanes * v, x, lanes);
             given[v] = x;
-            value[v] = activate<activation>(z);
+            value[v] = activate<activation, signless>(z);
             if (masks) mask |= lane_bits(lanes.only(passes<activation>(z))) << kLanes * v;
             if (floats) lanes.store(to.output + result + e + kLanes * v, value[v], stream);
             if (anything && keeper.values) keeper.keep(at + e + kLanes * v, e + kLanes * v, x, lanes);
         }
         if constexpr (!anything && (wants & kKept) != 0)
-            keep_some(static_cast<s8*>(keeper.values) + at + e, given, keeper.centre + e, keeper.inverse + e, lanes);
+            keep_some(static_cast<s8*>(keeper.values) + at + e, given, keeper.centre + e, keeper.inverse + e, lanes,
+                      stream_kept);
         if (masks) std::memcpy(to.mask + mask_row + e / 8, &mask, V * lanes.mask_bytes());
         if (anything && !to.values) return;
         if constexpr (V == 1) value[0] = lanes.only(value[0]);

@@ -34,9 +34,11 @@ struct ByteKernel {
     s8* result;
     PairNoise state;
     Tally tally;
+    bool stream;
 
     ByteKernel(const Backward& from, f32 bound, Noise n, s8* values, s64 together)
-        : run(from, together), clip(bound), noise(n), result(values), state(n, 0) {}
+        : run(from, together), clip(bound), noise(n), result(values), state(n, 0),
+          stream(should_stream(values, from.channels * together, from.rows * from.channels)) {}
 
     BYTEBACK_INLINE void start(s64 row) {
         run.start(row);
@@ -52,9 +54,8 @@ struct ByteKernel {
         tally.scale(value, clip, y);
         if (stochastic) state.next(u);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v)
-            q[v] = to_ints(stochastic ? round_stochastically(y[v], u[v]) : y[v]);  // half to even; exact after floor
-        lanes.store_bytes(result + run.at + e, q);
+        for (int v = 0; v < V; ++v) q[v] = stochastic ? rounded_stochastically(y[v], u[v]) : to_ints(y[v]);  // half to even
+        lanes.store_bytes(result + run.at + e, q, stream);
     }
     BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
     template <class Lanes>

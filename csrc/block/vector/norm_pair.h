@@ -97,8 +97,8 @@ struct PairKernel {
         if (stochastic) state.next(u);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
-            if (both) q[v] = to_ints(stochastic ? round_stochastically(y[v], u[v]) : y[v]);
-            q_channel[v] = to_ints(stochastic ? round_stochastically(y_channel[v], u[v]) : y_channel[v]);
+            if (both) q[v] = stochastic ? rounded_stochastically(y[v], u[v]) : to_ints(y[v]);
+            q_channel[v] = stochastic ? rounded_stochastically(y_channel[v], u[v]) : to_ints(y_channel[v]);
         }
         if (both) lanes.store_bytes(by_tensor + run.at + e, q, stream);
         lanes.store_bytes(by_channel + run.at + e, q_channel, stream);

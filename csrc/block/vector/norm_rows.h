@@ -69,7 +69,7 @@ struct Periods {
         // A mask's bytes and a hash's pairs run on from row to row only if no row ends within them.
         if (dense && channels % 8 == 0 && channels < kLength) together = kLength / channels;
         // Whole blocks where a few rows make them: nothing is left over, and a block starts where it can be streamed.
-        const s64 whole = channels % kBlock == 0 ? 1 : channels % (kBlock / 2) == 0 ? 2 : kBlock / 8;
+        const s64 whole = kBlock / greatest_divisor(kBlock, channels);
         if (together > whole) together -= together % whole;
         chunk = round_up(ceil_div(kUnitWork, channels), together);
     }
@@ -120,9 +120,10 @@ struct Piece {
     // the hardware cannot foresee it. May lie behind the end: this never faults.
     template <class T>
     BYTEBACK_INLINE void fetch(const T* base, s64 c, s64 i) const {
-        if (sizeof(T) < 4 && i % (4 / sizeof(T))) return;
-        const uintptr_t at = reinterpret_cast<uintptr_t>(base) + (ahead + c * rows + i * 2 * kLanes) * sizeof(T);
-        __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
+        constexpr s64 kLine = 64, bytes = 2 * kLanes * sizeof(T);
+        if (bytes < kLine && i % (kLine / bytes)) return;
+        const uintptr_t at = reinterpret_cast<uintptr_t>(base) + (ahead + c * rows) * sizeof(T) + i * bytes;
+        for (s64 byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(reinterpret_cast<const char*>(at + byte), 0, 2);
     }
 };
 

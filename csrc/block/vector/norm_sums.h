@@ -50,7 +50,7 @@ struct GradSumsKernel {
 
     GradSumsKernel(const Backward& given, f32* to)
         : from(with_constants(given, constants_of(given, 1))), masked(to),
-          stream(should_stream(to, from.rows, from.channels, 2 * kLanes)) {}
+          stream(should_stream(to, from.rows, from.channels, kLineFloats)) {}
 
     template <int V, class Lanes>
     BYTEBACK_INLINE void columns(const Piece& piece, s64 c, Lanes lanes) {
@@ -190,6 +190,9 @@ struct JoinedTails {
 }  // namespace
 
 void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* squares, f32* low, f32* high, int threads) {
+#ifdef BYTEBACK_NARROWER
+    if (is_narrow(channels)) return BYTEBACK_NARROWER::channel_stats(rows, channels, x, total, squares, low, high, threads);
+#endif
     std::vector<ChannelStats> seen(static_cast<size_t>(threads > 1 ? threads : 1), ChannelStats(channels));
     f64* const sums[2] = {total, squares};
     walk_columns<2>(
@@ -199,6 +202,9 @@ void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* square
 }
 
 void normalize_grad_sums(const Backward& from, f64* total, f64* dot, f64* squares, f32* masked, int threads) {
+#ifdef BYTEBACK_NARROWER
+    if (is_narrow(from.channels)) return BYTEBACK_NARROWER::normalize_grad_sums(from, total, dot, squares, masked, threads);
+#endif
     f64* const sums[3] = {total, dot, squares};
     with_backward(from, [&](auto stored, auto gate) {
         const auto walk = [&](auto squared) {
@@ -212,6 +218,10 @@ void normalize_grad_sums(const Backward& from, f64* total, f64* dot, f64* square
 
 void normalize_grad_tails(const Backward& from, const f32* each, f32 all, f32* peak, s64* over_each, s64* over_all,
                           int threads) {
+#ifdef BYTEBACK_NARROWER
+    if (is_narrow(from.channels))
+        return BYTEBACK_NARROWER::normalize_grad_tails(from, each, all, peak, over_each, over_all, threads);
+#endif
     const size_t width = static_cast<size_t>(from.channels), most_threads = threads > 1 ? threads : 1;
     std::vector<s32> peaks(most_threads * width, 0);
     JoinedTails tails(from.channels, threads);
@@ -231,6 +241,10 @@ void normalize_grad_tails(const Backward& from, const f32* each, f32 all, f32* p
 
 void tail_count_pair(s64 rows, s64 channels, const f32* x, const f32* each, f32 all, s64* over_each, s64* over_all,
                      int threads) {
+#ifdef BYTEBACK_NARROWER
+    if (is_narrow(channels))
+        return BYTEBACK_NARROWER::tail_count_pair(rows, channels, x, each, all, over_each, over_all, threads);
+#endif
     JoinedTails tails(channels, threads);
     walk_columns<0>(
         rows, channels, nullptr, threads, [&] { return TailKernel(x, channels, each, all); },

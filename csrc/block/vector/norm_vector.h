@@ -11,6 +11,8 @@ namespace byteback::BYTEBACK_PATH {
 
 namespace {
 
+constexpr s64 kLineFloats = 16;  // of a cache line
+
 // Whether a float result is so large that no cache would hold it until it is read again; `whole` floats are written together.
 inline bool should_stream(const f32* to, s64 rows, s64 channels, s64 whole) {
     constexpr s64 kLarge = 24 << 20;
@@ -74,10 +76,11 @@ BYTEBACK_INLINE Floats gelu_slope(Floats z) {
     return chosen(less(z, all(0.0f)), u, all(1.0f) - u);
 }
 
-template <Activation activation>
+// `signless`: a zero may have any sign, as where only integers or magnitudes are made of it.
+template <Activation activation, bool signless = false>
 BYTEBACK_INLINE Floats activate(Floats z) {
-    if constexpr (activation == Activation::relu) return above_zero(z);
-    if constexpr (activation == Activation::relu6) return below_six(above_zero(z));
+    if constexpr (activation == Activation::relu) return signless ? larger(all(0.0f), z) : above_zero(z);
+    if constexpr (activation == Activation::relu6) return below_six(signless ? larger(all(0.0f), z) : above_zero(z));
     if constexpr (activation == Activation::hardswish) return (z * below_six(above_zero(z + all(3.0f)))) / all(6.0f);
     if constexpr (activation == Activation::silu) return z / one_plus_exp_of_minus(z);
     if constexpr (activation == Activation::gelu) return gelu(z);
@@ -136,14 +139,15 @@ BYTEBACK_INLINE void keep_bf16(u16* to, Floats x, Lanes lanes) {
 
 // x as int8 around its centre, V vectors; as a rule none of it is NaN.
 template <int V, class Lanes>
-BYTEBACK_INLINE void keep_some(s8* to, const Floats (&x)[V], const f32* centre, const f32* inverse, Lanes lanes) {
+BYTEBACK_INLINE void keep_some(s8* to, const Floats (&x)[V], const f32* centre, const f32* inverse, Lanes lanes,
+                               bool stream = false) {
     Floats y[V];
     Mask odd = no_lane();
     Ints q[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
         y[v] = (x[v] - load(centre + kLanes * v)) * load(inverse + kLanes * v);
-        odd = either(odd, is_nan(y[v]));
+        if (v % 2 || v == V - 1) odd = either(odd, is_nan(y[v], y[v ? v - 1 : 0]));
     }
     const bool special = any(odd);
 #pragma GCC unroll 4
@@ -151,7 +155,7 @@ BYTEBACK_INLINE void keep_some(s8* to, const Floats (&x)[V], const f32* centre, 
         const Floats number = __builtin_expect(special, 0) ? nan_as_zero(y[v]) : y[v];
         q[v] = to_ints(smaller(number, all(kMax)));
     }
-    lanes.store_bytes(to, q);
+    lanes.store_bytes(to, q, stream);
 }
 
 // ---- from a number to a template argument ----------------------------------------------------------------------------

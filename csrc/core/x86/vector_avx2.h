@@ -7,9 +7,12 @@
 //
 //   smaller, larger    the second operand where one is NaN
 //   fused              a * b + c with one rounding: only where a * b is exact, so that the reference rounds there too
-//   to_ints            to nearest, half to even; what lies below all integers becomes the lowest one
+//   to_ints            to nearest, half to even; what lies below all integers becomes the lowest one. to_ints_below: down
+//   noise_floats       of noise as spread_pairs and upper_halves leave it; times kNoiseUnit it is u, and both are exact
 //   kept, dropped      v or +0, by a mask
 //   AllLanes           a whole vector        FirstLanes   the first few: the others read and write nothing, and hold 0
+//   AllOfBlock, FirstOfBlock  the same for four vectors of floats that become bytes
+//   BYTEBACK_NARROWER  the path to which a driver whose lanes are channels leaves few of them (is_narrow), if there is one
 //
 // In an anonymous namespace: each file compiles its own copy, or the linker could hand AVX2 code to a machine without it.
 #pragma once
@@ -73,9 +76,9 @@ BYTEBACK_INLINE Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); 
 BYTEBACK_INLINE Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 BYTEBACK_INLINE Doubles fused(Doubles a, Doubles b, Doubles c) { return _mm256_fmadd_pd(a, b, c); }
 BYTEBACK_INLINE Floats round_even(Floats v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-BYTEBACK_INLINE Floats round_down(Floats v) { return _mm256_floor_ps(v); }
 BYTEBACK_INLINE Doubles round_down(Doubles v) { return _mm256_floor_pd(v); }
 BYTEBACK_INLINE Ints to_ints(Floats v) { return _mm256_cvtps_epi32(v); }
+BYTEBACK_INLINE Ints to_ints_below(Floats v) { return _mm256_cvtps_epi32(_mm256_floor_ps(v)); }
 BYTEBACK_INLINE Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
 BYTEBACK_INLINE Ints bits_of(Floats v) { return _mm256_castps_si256(v); }
 BYTEBACK_INLINE Floats floats_of(Ints bits) { return _mm256_castsi256_ps(bits); }
@@ -92,6 +95,7 @@ BYTEBACK_INLINE Mask less(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_
 BYTEBACK_INLINE Mask at_most(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
 BYTEBACK_INLINE Mask differ(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_NEQ_OQ); }
 BYTEBACK_INLINE Mask is_nan(Floats v) { return _mm256_cmp_ps(v, v, _CMP_UNORD_Q); }
+BYTEBACK_INLINE Mask is_nan(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_UNORD_Q); }  // either
 BYTEBACK_INLINE Mask is_number(Floats v) { return _mm256_cmp_ps(v, v, _CMP_ORD_Q); }
 BYTEBACK_INLINE Mask greater(Ints a, Ints b) { return floats_of(_mm256_cmpgt_epi32(a, b)); }
 BYTEBACK_INLINE Mask every_lane() { return floats_of(_mm256_set1_epi32(-1)); }
@@ -131,12 +135,22 @@ BYTEBACK_INLINE void spread_pairs(Ints hashes, Ints& first, Ints& second) {
 // The same of hashes whose upper half is the element's.
 BYTEBACK_INLINE Ints upper_halves(Ints hashes) { return _mm256_blend_epi16(hashes, all32(0x8000), 0x55); }
 
+// Halved, as AVX2 only converts signed integers.
+constexpr f32 kNoiseUnit = 1.0f / 2147483648.0f;
+BYTEBACK_INLINE Floats noise_floats(Ints noise) { return to_floats(shr32(noise, 1)); }
+
 // ---- bytes and 16-bit words --------------------------------------------------------------------------------------------
 
 // Integers up to 127 as bytes of at least -127.
 BYTEBACK_INLINE __m128i packed(Ints v) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     return _mm_max_epi8(_mm_packs_epi16(words, words), _mm_set1_epi8(-127));
+}
+
+// Integers from 0 to 255.
+BYTEBACK_INLINE __m128i packed_unsigned(Ints v) {
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    return _mm_packus_epi16(words, words);
 }
 
 // Packing works within 128-bit halves, so the second step puts the words right.
@@ -189,6 +203,9 @@ struct AllLanes {
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed(v));
     }
     // Integers from 0 to 255.
+    BYTEBACK_INLINE void store_bytes(u8* p, const Ints (&v)[1]) const {
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), packed_unsigned(v[0]));
+    }
     BYTEBACK_INLINE void store_bytes(u8* p, const Ints (&v)[4]) const {
         const __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(v[0], v[1]), _mm256_packus_epi32(v[2], v[3]));
         byteback::store(p, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
@@ -242,8 +259,30 @@ struct FirstLanes {
         const __m128i bytes = packed(v[0]);
         std::memcpy(p, &bytes, static_cast<size_t>(count));
     }
+    void store_bytes(u8* p, const Ints (&v)[1]) const {
+        const __m128i bytes = packed_unsigned(v[0]);
+        std::memcpy(p, &bytes, static_cast<size_t>(count));
+    }
     Floats only(Floats v) const { return _mm256_and_ps(v, floats_of(lanes)); }
     Ints only(Ints v) const { return and32(v, lanes); }
+};
+
+struct AllOfBlock {
+    BYTEBACK_INLINE Floats load(const f32* p, int v) const { return _mm256_loadu_ps(p + kLanes * v); }
+    BYTEBACK_INLINE void store_bytes(s8* p, const Ints (&v)[4]) const { AllLanes().store_bytes(p, v); }
+};
+
+struct FirstOfBlock {
+    s64 count;
+
+    Floats load(const f32* p, int v) const {
+        const s64 left = count - kLanes * v;
+        return left > 0 ? FirstLanes(left).load(p + kLanes * v) : _mm256_setzero_ps();
+    }
+    void store_bytes(s8* p, const Ints (&v)[4]) const {
+        const __m256i bytes = packed(v);
+        std::memcpy(p, &bytes, static_cast<size_t>(count));
+    }
 };
 
 }  // namespace

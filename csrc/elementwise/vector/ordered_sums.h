@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of additions of statistics.h: blocks of 64 rows, their halving tree, and packing for other layouts.
+// The order of additions of statistics.h and cosine.h: blocks of 64 rows, their halving tree, and packing for other layouts.
 //
 // A Statistic says how many float64 sums each channel has and how a Piece (rows of one block, channels of one tile) adds to
-// them. `ordered_sums` brings the pieces in the right order. Only for statistics.h. Compiled once per path, behind its vectors
-// and its tiles (transpose8).
+// them. `ordered_sums` brings the pieces in the right order. Only for statistics.h and cosine.h. Compiled once per path, behind
+// its vectors and its tiles (transpose8).
 #pragma once
 
 #include <cstring>
@@ -28,9 +28,13 @@ struct Piece {
     uintptr_t ahead;  // what will be read next, and in which steps it is fetched while channels and rows are walked through
     s64 ahead_channel, ahead_row;
 
-    // Columns are read with large strides, which the hardware does not foresee. May lie behind the end: this never faults.
-    void fetch_ahead(s64 c, s64 row) const {
-        __builtin_prefetch(reinterpret_cast<const char*>(ahead + c * ahead_channel + row * ahead_row), 0, 2);
+    // Columns are read with large strides, which the hardware does not foresee: V vectors of each row, a line at a time. May
+    // lie behind the end: this never faults.
+    template <int V>
+    BYTEBACK_INLINE void fetch_ahead(s64 c, s64 row) const {
+        const uintptr_t next = ahead + c * ahead_channel + row * ahead_row;
+        for (size_t byte = 0; byte < V * kLanes * sizeof(f32); byte += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(next + byte), 0, 2);
     }
 
     // The same for q, which has a quarter of the bytes.
@@ -91,7 +95,7 @@ struct Forest {
     explicit Forest(const Rows& rows) : blocks(ceil_div(rows.count(), kStatisticsBlock)), leaves(1) {
         constexpr s64 kWidth = 1024, kUnits = 16;
         while (leaves < blocks) leaves *= 2;
-        tile = !rows.channels_last() ? 16 : blocks < kUnits ? 64 : 1024;
+        tile = !rows.channels_last() ? 2 * kLanes : blocks < kUnits ? 64 : 1024;
         tile = rows.channels < tile ? rows.channels : tile;
         tiles = ceil_div(rows.channels, tile);
         for (joint = 1; joint < leaves && 2 * joint * tile <= kWidth;) joint *= 2;

@@ -49,15 +49,6 @@ Constants make_constants(s64 period, s64 advance) {
     return {floats, floats + room, words, words + room, advance};
 }
 
-// x * inverse, NaN replaced by 0, at most 127. What lies below -127 becomes -127 when it is packed.
-BYTEBACK_INLINE Floats scaled(Floats x, Floats inverse, Floats bound, Tally& tally) {
-    const Ints bits = magnitude(x);
-    tally.saturated = counted(tally.saturated, greater(floats_of(bits), bound));
-    tally.nonfinite = counted(tally.nonfinite, greater(bits, all32(Tally::kLargest)));
-    tally.peak = max32(tally.peak, bits);
-    return smaller(nan_as_zero(x * inverse), all(kMax));
-}
-
 // Where a run's noise comes from: the state of its pairs, or for a table that of its first pair, in all lanes.
 template <Rounding rounding>
 struct RunNoise {
@@ -78,23 +69,26 @@ struct RunNoise {
     }
 };
 
-// Quantizes kBlock elements.
-template <Rounding rounding>
-BYTEBACK_INLINE void block(const f32* x, s8* q, const Constants& k, s64 e, RunNoise<rounding>& noise, Tally& tally) {
+// Quantizes kBlock elements, or the first of them.
+template <Rounding rounding, class Lanes>
+BYTEBACK_INLINE void block(const f32* x, s8* q, const Constants& k, s64 e, RunNoise<rounding>& noise, Tally& tally,
+                           Lanes lanes) {
     const f32* inverse = k.inverse + e * k.advance;
     const f32* bound = k.bound + e * k.advance;
+    Floats value[4], y[4];
     Ints u[4], result[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) value[v] = lanes.load(x, v);
+    tally.scale(value, inverse, bound, y);
     noise.next(k, e, u);
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
-        const Floats y = scaled(load(x + kLanes * v), load(inverse + kLanes * v), load(bound + kLanes * v), tally);
-        // Half to even; exact after floor.
         if constexpr (rounding == Rounding::nearest)
-            result[v] = to_ints(y);
+            result[v] = to_ints(y[v]);  // half to even
         else
-            result[v] = to_ints(round_stochastically(y, u[v]));
+            result[v] = rounded_stochastically(y[v], u[v]);
     }
-    AllLanes().store_bytes(q, result);
+    lanes.store_bytes(q, result);
 }
 
 // Elements that run will read `ahead` bytes further on. Where a tile is not the whole row, the hardware cannot foresee them.
@@ -107,23 +101,17 @@ inline void fetch(const f32* x, s64 ahead) {
 
 // Quantizes n <= period elements whose constants are k; `pair` is the index of the first pair.
 template <Rounding rounding>
-void run(const f32* x, s64 ahead, s8* q, s64 n, const Constants& k, const Noise& noise, s64 pair, Report& seen) {
-    Tally tally;
+void run(const f32* x, s64 ahead, s8* q, s64 n, const Constants& k, const Noise& noise, s64 pair, Tally& seen) {
+    Tally tally = seen;  // in registers
     RunNoise<rounding> state(noise, pair);
     s64 e = 0;
     for (; e + kBlock <= n; e += kBlock) {
         fetch(x + e, ahead);
-        block<rounding>(x + e, q + e, k, e, state, tally);
+        block(x + e, q + e, k, e, state, tally, AllOfBlock{});
     }
-    if (e < n) {
-        // Zeros behind the end are seen by no count.
-        f32 ragged[kBlock] = {};
-        s8 bytes[kBlock];
-        std::memcpy(ragged, x + e, (n - e) * sizeof(f32));
-        block<rounding>(ragged, bytes, k, e, state, tally);
-        std::memcpy(q + e, bytes, n - e);
-    }
-    seen = joined(seen, tally.report());
+    // Zeros behind the end are seen by no count.
+    if (e < n) block(x + e, q + e, k, e, state, tally, FirstOfBlock{n - e});
+    seen = tally;
 }
 
 // The constants of one tile, repeated for the rows that are taken together.
@@ -153,7 +141,7 @@ void channels_last(const Rows& rows, const f32* x, PerScale clip, Noise noise, s
     parallel_ranges(threads, cut.units(), [&](int thread, s64 begin, s64 end) {
         const Constants k = make_constants(cut.period(), 1);
         if (rounding == Rounding::table) fill_steps(k, cut);
-        Report seen{0, 0, 0.0f};
+        Tally seen;
         s64 filled_outer = -1, filled_channel = -1;
         for (s64 index = begin; index < end; ++index) {
             const Cut::Unit unit = cut.unit(rows, index);
@@ -168,7 +156,7 @@ void channels_last(const Rows& rows, const f32* x, PerScale clip, Noise noise, s
                 run<rounding>(x + at, ahead, q + at, n, k, noise, pair, seen);
             }
         }
-        reports[thread] = seen;
+        reports[thread] = seen.report();
     });
 }
 
@@ -180,7 +168,7 @@ void planes(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* q, i
         const Constants k = make_constants(rounding == Rounding::table ? kPeriod : 0, 0);
         if (rounding == Rounding::table)
             for (s64 e = 0; e < kPeriod; ++e) k.steps[e] = static_cast<u32>(e * pairs) * kPairStride;
-        Report seen{0, 0, 0.0f};
+        Tally seen;
         for (s64 index = begin; index < end; ++index) {
             const s64 c = index / pieces % rows.channels, o = index / pieces / rows.channels;
             const s64 first = index % pieces * kUnitWork;
@@ -195,7 +183,7 @@ void planes(const Rows& rows, const f32* x, PerScale clip, Noise noise, s8* q, i
                 run<rounding>(x + at, n * sizeof(f32), q + at, n, k, noise, pair, seen);
             }
         }
-        reports[thread] = seen;
+        reports[thread] = seen.report();
     });
 }
 

@@ -140,8 +140,38 @@ def _elementwise(rng: random.Random) -> Iterator[tuple[str, Callable[[], tuple[T
         yield "moments", lambda x=x: ops.moments(x)  # type: ignore[misc]
         yield "tail_count", lambda x=x: (ops.tail_count(x, torch.ones((1,) * x.dim())),)  # type: ignore[misc]
         yield "cosine_terms", lambda x=x: (ops.cosine_terms(x, torch.tensor([0.5, 1.0, 2.0])),)  # type: ignore[misc]
+        yield "cosine_terms stochastic", lambda x=x: (ops.cosine_terms(x, torch.tensor([0.5, 2.0]), stochastic=True),)  # type: ignore[misc]
         yield "cosine_slope_terms", lambda x=x: (ops.cosine_slope_terms(x, torch.tensor(1.5)),)  # type: ignore[misc]
         yield "dot_terms", lambda x=x, q=q, scale=scale: (ops.dot_terms(x, q, scale),)  # type: ignore[misc]
+
+
+def _block(rng: random.Random) -> Iterator[tuple[str, Callable[[], tuple[Tensor | None, ...]]]]:
+    """Yields calls of the passes of a fused block."""
+    for size in ((3, 17, 9, 11), (2, 64, 16, 16), (2, 24, 7, 7), (1, 136, 5, 5)):
+        generator = torch.Generator().manual_seed(rng.getrandbits(30))
+        x, g = (torch.randn(size, generator=generator).contiguous(memory_format=torch.channels_last) for _ in range(2))
+        a, b, p, q, r = (torch.randn(size[1], generator=generator) for _ in range(5))
+        clip, clips = torch.tensor(1.5), (r.abs() + 0.5).reshape(1, -1, 1, 1)
+        key = torch.tensor([rng.getrandbits(32), rng.getrandbits(32)])
+        yield "channel_stats", lambda x=x: tuple(ops.channel_stats(x))  # type: ignore[misc]
+        for activation in ("relu", "silu"):
+            forward, sums = (x, a, b, g, activation, clip), (g, x, a, b, None, activation)
+            parts = ops.GradientParts(*sums, p, q, r)
+            yield (
+                f"normalize {activation}",
+                lambda args=forward: tuple(ops.normalize(*args, want_float=True, want_mask=True)),  # type: ignore[misc]
+            )
+            yield f"normalize_grad_sums {activation}", lambda args=sums: tuple(ops.normalize_grad_sums(*args, want_masked=True))  # type: ignore[misc]
+            yield f"normalize_grad {activation}", lambda parts=parts: (ops.normalize_grad(parts),)  # type: ignore[misc]
+            pair = (parts, clip, clips, key)
+            yield f"normalize_grad_quantize_pair {activation}", lambda args=pair: _flat(ops.normalize_grad_quantize_pair(*args))  # type: ignore[misc]
+
+
+def _flat(results: object) -> tuple[Tensor | None, ...]:
+    """The tensors of nested tuples."""
+    if isinstance(results, tuple):
+        return tuple(tensor for result in results for tensor in _flat(result))
+    return (results if isinstance(results, Tensor) else None,)
 
 
 def run(config: VerifyConfig, console: tables.Console) -> bool:
@@ -158,7 +188,7 @@ def run(config: VerifyConfig, console: tables.Console) -> bool:
         clips = (drawn_clip(rng) for _ in range(config.cases // 10))
         for case in [*FIXED, *(drawn(rng) for _ in range(config.cases)), *clips]:
             _compare_products(path, case, rng, used, wrong)
-        for name, function in _elementwise(rng):
+        for name, function in (*_elementwise(rng), *_block(rng)):
             _compare_elementwise(path, name, function, used, wrong)
         rows = [[name, kernel, str(count)] for (name, kernel), count in sorted(used.items())]
         console.print(tables.build(f"path {path}", ["operator", "kernel", "cases"], rows, left=2))
@@ -186,7 +216,7 @@ def _compare_products(path: str, case: Geometry, rng: random.Random, used: Count
 def _compare_elementwise(
     path: str,
     name: str,
-    function: Callable[[], tuple[Tensor, ...]],
+    function: Callable[[], tuple[Tensor | None, ...]],
     used: Counter[tuple[str, str]],
     wrong: list[str],
 ) -> None:
@@ -195,5 +225,9 @@ def _compare_elementwise(
     with kernel_paths.path(path):
         result = function()
     used[name, path] += 1
-    if not all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)):
+    if not all(_equal(a, b) for a, b in zip(result, expected, strict=True)):
         wrong.append(f"{name} on {path} differs from the reference")
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)

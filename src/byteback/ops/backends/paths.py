@@ -4,7 +4,7 @@
     reference   plain PyTorch, on any device: the definition of every operator
     generic     portable C++
     avx2        C++ for x86-64 with AVX2 and FMA
-    avx512vnni  the same, with matrix products and Winograd in AVX-512 VNNI
+    avx512vnni  the same, with AVX-512 VNNI; functions that gain nothing from it are those of avx2
 
 Every path gives the same bits. By default the fastest path that can run here is used. `with path(...)` or the environment
 variable BYTEBACK_PATH (read once) chooses another one. Native paths run CPU tensors only (registry.py).

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the native library and checks which of its paths can run on this machine.
 
-Before its first use, avx512vnni is compared with the generic path on small products and on the longest sums that fit into
-int32. If a bit differs, the path is not used and a warning is given.
+Before its first use, avx512vnni is compared with the generic path on small products, on the longest sums that fit into int32,
+and on elementwise functions of small tensors. If a bit differs, the path is not used and a warning is given.
 """
 
 from __future__ import annotations
