@@ -216,7 +216,7 @@ def test_a_weight_without_filters_is_refused_or_gives_an_empty_output() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 64, 6, 7), (1, 64, 6, 6), (2, 63, 6, 6), (2, 64, 6), (2, 64, 36)], ids=str)
 def test_a_grad_output_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    words = (f"grad_output has shape {shape}", "output has shape (2, 64, 6, 6)")
+    words = (f"grad_output has shape {shape}", "the shape of the convolution's output, (2, 64, 6, 6)")
     one = torch.ones((1,) * len(shape))
     refused(ValueError, lambda: grad_input(g=i8(*shape), gs=one), "conv_int8_grad_input", *words)
     refused(ValueError, lambda: grad_weight(g=i8(*shape), gs=one), "conv_int8_grad_weight", *words)
