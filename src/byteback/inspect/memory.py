@@ -87,8 +87,8 @@ class MemoryReport(tables.Table):
 
     @property
     def transient(self) -> int | None:
-        """Bytes of the peak that are neither saved nor gradients: results within a pass, scratch memory, unused heap."""
-        return None if self.peak is None else max(self.peak - self.gradients - self.saved, 0)
+        """Bytes of the peak that are neither kept nor gradients: results within a pass, buffers between them, unused heap."""
+        return None if self.peak is None else max(self.peak - self.gradients - self.saved + self.pooled, 0)
 
     def parts(self) -> dict[str, int | None]:
         """Returns what the peak of a training process is made of, in bytes. The last entry is the sum, if all are known."""
@@ -97,7 +97,7 @@ class MemoryReport(tables.Table):
             "optimizer state": self.optimizer_state,
             "gradients": self.gradients,
             "int8 weights": self.int8_weights,
-            "kept for backward": self.saved - self.int8_weights,
+            "kept for backward": self.saved - self.pooled - self.int8_weights,
             "transient": self.transient,
         }
         known = [size for size in parts.values() if size is not None]
@@ -108,8 +108,6 @@ class MemoryReport(tables.Table):
         title = f"{self.model}: {_megabytes(self.saved)} saved for backward, peak {peak} above the model at rest"
         kinds = sorted(self.saved_by_dtype.items(), key=lambda item: -item[1][1])
         inside = {f"  {dtype}": size for dtype, (_, size) in kinds}
-        if self.pooled:
-            inside["  idle buffers"] = self.pooled
         other = {} if self.float32 is None else self.float32.parts()
         rows = []
         for name, size in self.parts().items():
