@@ -74,7 +74,7 @@ def test_the_self_check_finds(tmp_path: Path, spoilt: str) -> None:
     run = {"cwd": tmp_path, "check": True, "capture_output": True, "text": True, "timeout": 300}
     kernels = "csrc/conv/gemm/x86/gemm_avx512vnni.cpp"
     subprocess.run(["g++", *FLAGS, *VECTORS, "-c", kernels, "-o", "gemm.o"], **run)  # type: ignore[call-overload]
-    sources = ["driver.cpp", "csrc/conv/self_check.cpp", "csrc/conv/conv_generic.cpp", "gemm.o"]
+    sources = ["driver.cpp", "csrc/conv/self_check.cpp", "csrc/conv/conv_generic.cpp", "csrc/core/pool.cpp", "gemm.o"]
     subprocess.run(["g++", *FLAGS, *sources, "-o", "driver"], **run)  # type: ignore[call-overload]
     done = subprocess.run(["./driver"], **run)  # type: ignore[call-overload]
     assert done.stdout.strip() == finds
