@@ -183,7 +183,7 @@ def test_removing_the_winograd_bound_is_caught(tmp_path: Path, path: str, bound:
     assert text.count("(s64{1} << 25)") == 1
     header.write_text(text.replace("(s64{1} << 25)", f"(s64{{1}} {bound})"))
     (tmp_path / "driver.cpp").write_text(DRIVER.replace("PATH", path))
-    sources = [f"csrc/conv/winograd/x86/winograd_{path}.cpp", "csrc/conv/conv_generic.cpp", "driver.cpp"]
+    sources = [f"csrc/conv/winograd/x86/winograd_{path}.cpp", "csrc/conv/conv_generic.cpp", "csrc/core/pool.cpp", "driver.cpp"]
     flags = ["-std=c++17", "-O2", *FLAGS[path], "-fopenmp", "-Icsrc", "-o", "driver"]
     subprocess.run(["g++", *flags, *sources], cwd=tmp_path, check=True, capture_output=True, timeout=300)
     done = subprocess.run(["./driver"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=120)
