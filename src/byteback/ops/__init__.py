@@ -22,6 +22,7 @@ from __future__ import annotations
 from byteback.ops.activations import ACTIVATIONS, SMOOTH
 from byteback.ops.block import conv_normalize, conv_normalize_batch, normalize, normalize_batch, normalize_peak, pack_norm
 from byteback.ops.block_grad import (
+    add_waiting,
     normalize_grad,
     normalize_grad_batch,
     normalize_grad_quantize,
@@ -58,6 +59,7 @@ from byteback.ops.types import (
 )
 
 __all__ = [
+    "add_waiting",
     "ACTIVATIONS",
     "BatchNorm",
     "NormState",
