@@ -32,7 +32,6 @@ from byteback.nn.fused.norm import (
 )
 from byteback.nn.fused.sources import (
     SHARED_RULE,
-    Int8Copy,
     LazyActivation,
     OutputSpec,
     Poolable,
@@ -233,16 +232,16 @@ def _by_operators(
     return source
 
 
-def _stepped(ctx: Any, site: Any, stages: Stages, copy: Int8Copy, added: Tensor | None, made: list[Any]) -> Source:
+def _stepped(ctx: Any, site: Any, stages: Stages, x: QTensor, added: Tensor | None, made: list[Any]) -> Source:
     """Returns the source of a block from the results of its site. Saves what backward needs."""
     y, w, w_scale, a, b, mean, invstd, peak, values, scale, counts, output, mask, kept, step, centre = made
     call, block = stages.call, stages.call.block
     known = values is not None or (added is None and stages.activation in MONOTONE)
     source = Source(y, a, b, added, stages.activation, call.strides, peak if known else None)
-    source.keep(peak, ops.Normalized(values, scale, output, None, counts))
+    source.keep(peak, ops.Normalized(None if values is None else QTensor(values, scale, counts), output))
     source.join_int8 = block.join_feeds_conv and call.layer.recipe.input == SHARED_RULE
     stored = (y,) if kept is None else (kept,) if step is None else (kept, step, centre)
-    saved = (copy.q.values, copy.q.scale, w, w_scale, None, None, mask, a, b, mean, invstd, *stored)
+    saved = (x.values, x.scale, w, w_scale, None, None, mask, a, b, mean, invstd, *stored)
     _save(ctx, stages, saved)
     ctx.saved_at = site.places(saved)
     ctx.site, ctx.backend = site, backend_of(y)
