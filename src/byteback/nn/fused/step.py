@@ -26,8 +26,8 @@ enabled = True
 """If False, the operators always run one by one. Tests compare the two."""
 
 
-def find_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[bool, ...]) -> Any:
-    """Returns the site of this call; None if it is not ordinary training. `wanted(...)` returns what the block computes."""
+def find_site(x: Tensor, weight: Tensor, stages: Any, wants: Any, needs: tuple[bool, ...]) -> Any:
+    """Returns the site of this call; None if it is not ordinary training. `wants(...)` returns what the block computes."""
     call, norm = stages.call, stages.norm
     layer = call.layer
     numerics = layer._modules.get("quantizers")
@@ -43,11 +43,11 @@ def find_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[
     if key not in sites:
         if len(sites) >= _MOST_SITES:
             sites.clear()
-        sites[key] = _new_site(x, weight, stages, wanted(stages, True, needs[3]), needs)
+        sites[key] = _new_site(x, weight, stages, wants(stages, True, needs[3]), needs)
     return sites[key]
 
 
-def _new_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[bool, ...]) -> Any:
+def _new_site(x: Tensor, weight: Tensor, stages: Any, wants: Wants, needs: tuple[bool, ...]) -> Any:
     call, norm = stages.call, stages.norm
     layer, numerics = call.layer, call.layer.quantizers
     recipe, settings = layer.recipe, numerics.settings
@@ -63,7 +63,6 @@ def _new_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[
         if not numerics.chooses_both:
             return None
         names.append("grad_output_for_weight")
-    wants = Wants(wanted.int8, wanted.floats, wanted.mask, wanted.keep)
     sizes = tuple(x.shape), tuple(weight.shape), weight.stride(), tuple(call.size)
     shape = BlockShape(*sizes, tuple(call.products), stages.activation, stages.residual is not None, wants, norm.eps)
     chosen = tuple(settings[name] for name in names)
