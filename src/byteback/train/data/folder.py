@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from byteback.torchvision_compat import load
-from byteback.train.data import draws
+from byteback.train.data import draws, pictures, scan
 from byteback.train.data.from_disk import FromDisk, Unreadable, stacked
 from byteback.train.data.source import Data
 
@@ -24,25 +24,25 @@ _MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # ImageNet's
 class _Images(Dataset[Any]):
     """The images of one split by (seed, epoch, index)."""
 
-    def __init__(self, images: Any, transform: Any) -> None:
-        self.images, self.transform = images, transform
+    def __init__(self, samples: list[tuple[str, int]], transform: Any) -> None:
+        self.samples, self.transform = samples, transform
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.samples)
 
     def __getitem__(self, key: tuple[int, int, int]) -> tuple[Tensor, int] | Unreadable:
         seed, epoch, index = key
-        path = self.images.samples[index][0]
+        path, label = self.samples[index]
         try:
-            image, label = self.images[index]
-        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises a SyntaxError for a broken PNG
-            return Unreadable(f"{path} cannot be read as an image: {error}. Repair or remove it.")
+            image = pictures.read(path)
+        except pictures.Unreadable as error:
+            return Unreadable(str(error))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(draws.bits(seed, epoch, index)[0, 0] >> 1))
             return self.transform(image), label
 
 
-def folder(path: Path, image_size: int, augment: bool, workers: int) -> Data:
+def folder(path: Path, image_size: int, augment: bool, workers: int, skip: bool = False) -> Data:
     """Loads the data set in `path`."""
     torchvision = load()
     from torchvision.transforms import v2
@@ -72,9 +72,15 @@ def folder(path: Path, image_size: int, augment: bool, workers: int) -> Data:
             f"folder:{path}: the classes of {path / 'train'} and {test} differ: {', '.join(differ[:5])}. Both need the same "
             "folders, or a label would have two meanings."
         )
+    every = [*train.samples, *tested.samples]
+    good = scan.usable(f"folder:{path}", [Path(file) for file, _ in every], workers, skip)
+    kept = [sample for sample, is_good in zip(every, good, strict=True) if is_good]
+    count = sum(good[: len(train.samples)])
+    if not 0 < count < len(kept):
+        raise ValueError(f"folder:{path}: no image of {path / 'train' if count == 0 else test} can be read.")
     return Data(
         *(f"folder:{path}", len(train.classes), image_size, 3),
-        FromDisk(_Images(train, v2.Compose(random if augment else plain)), workers, stacked),
-        FromDisk(_Images(tested, v2.Compose(plain)), workers, stacked),
+        FromDisk(_Images(kept[:count], v2.Compose(random if augment else plain)), workers, stacked),
+        FromDisk(_Images(kept[count:], v2.Compose(plain)), workers, stacked),
         names=tuple(train.classes),
     )
