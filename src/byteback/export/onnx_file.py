@@ -89,7 +89,9 @@ def _checked(model: nn.Module, example: Tensor | None, opset: int) -> Tensor:
             f"one of these; the default is {OPSETS[0]}."
         )
     if model.training:
-        raise ValueError("export_onnx: the model is in training mode, where its clips are those of the batch. Call model.eval().")
+        raise ValueError(
+            "export_onnx: the model is in training mode, where its clips are those of the batch. Call model.eval()."
+        )
     if example is None:
         example = getattr(getattr(model, "byteback", None), "example", None)
     if not isinstance(example, Tensor):
@@ -128,8 +130,8 @@ def _unsupported(error: BaseException) -> ValueError:
         return cause
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
     return ValueError(
-        f"export_onnx: PyTorch cannot export this model: {type(cause).__name__}: {lines[0][:300]}. Replace what it names, or use "
-        "torch.export (docs/11-deploying.md)."
+        f"export_onnx: PyTorch cannot export this model: {type(cause).__name__}: {lines[0][:300]}. Replace what it names, or "
+        "use torch.export (docs/11-deploying.md)."
     )
 
 

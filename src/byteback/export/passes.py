@@ -124,7 +124,7 @@ def saturate(model: Any) -> None:
 
 
 def unsigned_inputs(model: Any) -> None:
-    """Makes the integers of ConvInteger and MatMulInteger uint8 where they are never negative, for which runtimes are faster."""
+    """Makes the integers of ConvInteger and MatMulInteger uint8 where they are never negative, as runtimes prefer it."""
     import onnx_ir as ir
 
     for node in _all(model, "Cast"):

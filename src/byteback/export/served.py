@@ -130,6 +130,9 @@ def _record(kind: str, inputs: list[Any], size: Any, dtype: torch.dtype, of: str
 class Qdq(Served):
     """A layer in Q/DQ form. The norm is in the scales of the weight and in an int32 bias, as runtimes expect it."""
 
+    weight: Tensor
+    weight_scale: Tensor
+
     def __init__(self, constants: Constants, layer: Any, norm: Folded | None) -> None:
         super().__init__(constants, layer, norm)
         scales = [_input_scale(clip) if clip is not None else None for clip in constants.clips]
@@ -200,6 +203,9 @@ def _folded(constants: Constants, input_scale: float) -> tuple[Tensor, Tensor, T
 
 class Exact(Served):
     """A layer with integer operators. Every expression is ours, in the same order and rounded as often."""
+
+    a: Tensor
+    b: Tensor
 
     def __init__(self, constants: Constants, layer: Any, norm: Folded | None) -> None:
         super().__init__(constants, layer, norm)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from byteback import ops
 from byteback.convert import restore
+from byteback.export.served import KINDS, Constants, Folded, Served
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.fused.norm import given_coefficients
 from byteback.nn.quantizing import fresh_weight
-from byteback.export.served import KINDS, Constants, Folded, Served
 from byteback.quantize import CALL_SLOTS
 
 
@@ -40,18 +40,20 @@ class Twin(nn.Module):
 @torch.no_grad()
 def twin_of(model: nn.Module, exact: bool) -> Twin:
     """Returns the twin of a model in eval mode. The model is not changed."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, (Int8Layer, FusedConvolution))}
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, (Int8Layer, FusedConvolution))
+    }
     modules = dict(model.named_modules())
     twin = restore(copy.deepcopy(model))
     norms: dict[str, Folded] = {}
     for name, layer in layers.items():
         _must_be_fixed(layer)
-        block = layer.int8_block if hasattr(layer, "int8_block") else None
+        block = getattr(layer, "int8_block", None)
         norm = None
         if block is not None and block.norm is not None and layer.enabled:
             norm = norms.setdefault(block.norm, Folded(block.norm))
             _replace(twin, block.norm, norm)
-        a, b = _coefficients(layer, modules[block.norm] if norm is not None else None)
+        a, b = _coefficients(layer, modules[norm.name] if norm is not None else None)
         if layer.runs_int8("output"):
             constants = Constants(name, fresh_weight(layer, layer.weight), _clips(layer), a, b)
             _replace(twin, name, KINDS[exact](constants, layer, norm))
@@ -70,8 +72,8 @@ def _must_be_fixed(layer: Any) -> None:
         )
     if recipe.residual_memory == "int8":
         raise ValueError(
-            f"export_onnx: {layer.int8_name}: the recipe has residual_memory='int8', which the exporter does not support. Train "
-            "with residual_memory='float32'."
+            f"export_onnx: {layer.int8_name}: the recipe has residual_memory='int8', which an export does not support. "
+            "Train with residual_memory='float32'."
         )
     if isinstance(layer, Int8Layer) and layer.recipe.input.per != "tensor":
         raise ValueError(

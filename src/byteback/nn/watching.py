@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from byteback.nn import autograd
-from byteback.nn.fused import block
+from byteback.nn import autograd as _autograd
+from byteback.nn.fused import block as _block
+
+autograd, block = cast(Any, _autograd), cast(Any, _block)
 
 
 class Seen:

@@ -23,7 +23,19 @@ from torch.nn import functional as F
 import byteback
 from byteback.ops.backends import paths
 from byteback.recipes import Recipe
-from byteback.train import checkpoint, config_file, files, histograms, layout, networks, schedule, watch
+from byteback.train import (
+    checkpoint,
+    compact,
+    config_file,
+    files,
+    histograms,
+    layout,
+    networks,
+    optimizers,
+    schedule,
+    watch,
+    weights,
+)
 from byteback.train.board import Board
 from byteback.train.checkpoint import BEST, LAST, Progress
 from byteback.train.config import TrainConfig, float_layers
@@ -75,9 +87,11 @@ class Run:
 
         torch.manual_seed(member.seed)
         self.model = self._build()
+        self.frozen_norms = weights.freeze(self.model, config.freeze)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.SGD(trained, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+        self.optimizer = optimizers.build(config.optimizer, trained, config.lr, config.momentum, config.weight_decay)
         self.scaling = byteback.scale_learning_rates(self.optimizer, self.model) if member.variant.recipe else None
+        self.average = optimizers.averaged(self.model, config.ema) if config.ema else None
         self.progress = Progress()
         self.saved_at = time.monotonic()
 
@@ -119,11 +133,12 @@ class Run:
         if now.in_epoch == 0 and self.config.histogram_every and now.epoch % self.config.histogram_every == 0:
             self._look(chosen[0])
 
-        self.model.train()
+        self._train_mode()
         for images, labels in self._timed(self.data.train, chosen[now.in_epoch :]):
             for group in self.optimizer.param_groups:
                 group["lr"] = self._lr(now.step)
-            loss, correct = self._loss(images, labels)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.config.amp):
+                loss, correct = self._loss(images, labels)
             if not math.isfinite(loss.item()):
                 raise Diverged(f"the loss became {loss.item()} in step {now.step} of epoch {now.epoch}")
             self.optimizer.zero_grad(set_to_none=True)
@@ -131,6 +146,8 @@ class Run:
             if self.config.clip_grad_norm:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
             self.optimizer.step()
+            if self.average is not None:
+                self.average.update_parameters(self.model)
             self._count(loss.item(), correct, len(labels))
 
         start = time.perf_counter()
@@ -143,7 +160,18 @@ class Run:
 
     def _build(self) -> nn.Module:
         """Builds the network, ready to train."""
-        return build(self.config, self.member.variant.recipe, self.data, self.channels)
+        begun = (self.member.folder / LAST).exists()
+        return build(self.config, self.member.variant.recipe, self.data, self.channels, begun)
+
+    @property
+    def tested(self) -> nn.Module:
+        """The network that is tested and saved as the best: the trained one, or its average."""
+        return self.model if self.average is None else self.average.module
+
+    def _train_mode(self) -> None:
+        self.model.train()
+        for norm in self.frozen_norms:
+            norm.eval()
 
     def _loss(self, images: Any, labels: Any) -> tuple[Tensor, int]:
         """Returns the loss of a batch, and how many of its images were classified correctly."""
@@ -153,7 +181,7 @@ class Run:
 
     def _test(self) -> tuple[float, float, dict[str, Any]]:
         """Returns the score that selects the best epoch, the loss, and further fields for the record of the epoch."""
-        return *test(self.model, self.data.test, self._as_asked, self.stop, self.data.frames), {}
+        return *test(self.tested, self.data.test, self._as_asked, self.stop, self.data.frames), {}
 
     def _memory(self, images: Any, labels: Any) -> byteback.MemoryReport:
         """Measures the memory of a step."""
@@ -226,7 +254,7 @@ class Run:
     def _look(self, first: Tensor) -> None:
         """Writes histograms of the gradients of the first batch, without changing the state of training."""
         images, labels = next(iter(self.data.train.batches([first], self.member.seed, self.progress.epoch)))
-        self.model.train()
+        self._train_mode()
         smoothing = self.config.label_smoothing
         for record in histograms.look(
             self.model, self._as_asked(images), lambda logits: F.cross_entropy(logits, labels, label_smoothing=smoothing)
@@ -260,6 +288,7 @@ class Run:
         now.epoch, now.in_epoch = now.epoch + 1, 0
         now.loss, now.correct, now.images, now.seconds, now.wait_seconds = 0.0, 0, 0, 0.0, 0.0
         if best:
+            compact.save(self.member.folder / compact.NAME, self.tested, self._facts())
             self._save(BEST)
         self._save(LAST)
 
@@ -298,16 +327,25 @@ class Run:
             "state_sha256": sha256,
         }
 
-    def _save(self, name: str) -> dict[str, Any]:
-        """Writes a checkpoint and returns its contents."""
-        member, recipe = self.member, self.member.variant.recipe
-        contents = {
+    def _facts(self) -> dict[str, Any]:
+        """Returns what is needed to build the network again, and to use it."""
+        member, recipe, preprocess = self.member, self.member.variant.recipe, self.data.preprocess
+        return {
             "config": config_file.to_text(self.config),
             **{"variant": member.variant.name, "recipe": recipe.to_dict() if recipe else None, "seed": member.seed},
             **{"classes": self.data.classes, "image_size": self.data.image_size, "channels": self.channels},
             **{"frames": self.data.frames, "class_names": list(self.data.names)},
+            "preprocess": preprocess.as_data() if preprocess else None,
+        }
+
+    def _save(self, name: str) -> dict[str, Any]:
+        """Writes a checkpoint and returns its contents."""
+        member = self.member
+        contents = {
+            **self._facts(),
             "images": [len(self.data.train), len(self.data.test)],
             "model": self.model.state_dict(),
+            **({"average": self.average.state_dict()} if self.average is not None else {}),
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
             "progress": checkpoint.as_data(self.progress),
@@ -327,6 +365,8 @@ class Run:
         try:
             self.model.load_state_dict(contents["model"])
             self.optimizer.load_state_dict(contents["optimizer"])
+            if self.average is not None:
+                self.average.load_state_dict(contents["average"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise ValueError(f"{path} does not fit {self.model_name}: {str(error).splitlines()[0]}") from error
         torch.set_rng_state(contents["random"])
@@ -352,10 +392,12 @@ class Run:
                 )
 
 
-def build(config: TrainConfig, recipe: Recipe | None, data: Data, channels: int) -> nn.Module:
-    """Builds the network of a member, ready to train."""
+def build(config: TrainConfig, recipe: Recipe | None, data: Data, channels: int, begun: bool = False) -> nn.Module:
+    """Builds the network of a member, ready to train. If `begun`, the weights of a checkpoint are loaded into it afterwards."""
     assert config.model
     model = networks.build(config.model, data.image_size, data.classes, channels, data.frames)
+    if config.weights and not begun:
+        weights.fit(model, weights.read(config.weights, config.model), config.weights, data.classes)
     model = layout.lay_out(model, config.channels_last)
     return byteback.prepare(model, recipe, keep_float=float_layers(config.keep_float)) if recipe else model
 

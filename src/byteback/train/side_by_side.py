@@ -74,6 +74,9 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
             f"{paths.current()}\nin {folder}\n",
             highlight=False,
         )
+        for note in (images.note, _begins_with(config, images)):
+            if note:
+                console.print(f"{note}\n", highlight=False)
         if before is not None and before.threads != config.threads:
             console.print(
                 f"The run was started with {before.threads} threads. Float layers may round differently with {config.threads}, "
@@ -88,6 +91,15 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
         if code == 0 and when_done is not None:
             when_done(folder, console)
         return code
+
+
+def _begins_with(config: TrainConfig, images: data.Data) -> str:
+    """Returns what --weights loads into the network, for the user."""
+    if config.weights is None or config.resume is not None:
+        return ""
+    fresh = tasks.fresh_layers(config, images)
+    kept = f", except {', '.join(fresh)}, which has other classes and starts anew" if fresh else ""
+    return f"The weights of {config.weights} are loaded{kept}."
 
 
 def _train(config: TrainConfig, folder: Path, members: list[Member], images: data.Data, console: Console) -> int:

@@ -2,6 +2,7 @@
 """folder:PATH: images on disk in the layout of ImageNet, read by worker processes with torchvision's v2 transforms.
 
 PATH/train/CLASS/IMAGE        PATH/val/CLASS/IMAGE (or test instead of val)
+PATH/CLASS/IMAGE              a flat folder: a fifth of the images of every class, drawn with a fixed seed, are the test images
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -16,25 +18,30 @@ from torch.utils.data import Dataset
 from byteback.torchvision_compat import load
 from byteback.train.data import draws
 from byteback.train.data.from_disk import FromDisk, Unreadable, stacked
+from byteback.train.data.preprocess import PHOTO_MEAN, PHOTO_STD, Preprocess
 from byteback.train.data.source import Data
 
-_MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # ImageNet's
+_SPLITS = ("train", "val", "test")
+SPLIT_SEED, SPLIT_EVERY = 0, 5
+"""A flat folder is split with this seed: one image of five of each class is a test image."""
 
 
 class _Images(Dataset[Any]):
     """The images of one split by (seed, epoch, index)."""
 
-    def __init__(self, images: Any, transform: Any) -> None:
+    def __init__(self, images: Any, transform: Any, chosen: list[int] | None = None) -> None:
         self.images, self.transform = images, transform
+        self.chosen = list(range(len(images))) if chosen is None else chosen
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.chosen)
 
     def __getitem__(self, key: tuple[int, int, int]) -> tuple[Tensor, int] | Unreadable:
         seed, epoch, index = key
-        path = self.images.samples[index][0]
+        number = self.chosen[index]
+        path = self.images.samples[number][0]
         try:
-            image, label = self.images[index]
+            image, label = self.images[number]
         except (OSError, SyntaxError, ValueError) as error:  # Pillow raises a SyntaxError for a broken PNG
             return Unreadable(f"{path} cannot be read as an image: {error}. Repair or remove it.")
         with torch.random.fork_rng(devices=[]):
@@ -44,26 +51,68 @@ class _Images(Dataset[Any]):
 
 def folder(path: Path, image_size: int, augment: bool, workers: int) -> Data:
     """Loads the data set in `path`."""
-    torchvision = load()
+    load()
     from torchvision.transforms import v2
 
+    preprocess = Preprocess("photo", image_size, 3, PHOTO_MEAN, PHOTO_STD)
+    plain = preprocess.transform()
+    end = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(PHOTO_MEAN), list(PHOTO_STD))]
+    random = v2.Compose([v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip(), *end])
+    chosen: tuple[list[int] | None, list[int] | None] = (None, None)
+    note = ""
+    if _is_flat(path):
+        train = tested = _split(path, path)
+        parts = chosen = _parted(train.targets)
+        note = (
+            f"The folder has no train and val, so {len(parts[1]):,} of its {len(train):,} images, one of {SPLIT_EVERY} of "
+            f"every class, are the test images; they are drawn with the seed {SPLIT_SEED}."
+        )
+    else:
+        train, tested = _two_splits(path)
+    return Data(
+        *(f"folder:{path}", len(train.classes), image_size, 3),
+        FromDisk(_Images(train, random if augment else plain, chosen[0]), workers, stacked),
+        FromDisk(_Images(tested, plain, chosen[1]), workers, stacked),
+        names=tuple(train.classes),
+        preprocess=preprocess,
+        note=note,
+    )
+
+
+def _is_flat(path: Path) -> bool:
+    """Whether a folder has folders of classes, and none of a split."""
+    folders = [entry.name for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+    return len(folders) > 1 and not any(name in _SPLITS for name in folders)
+
+
+def _parted(targets: list[int]) -> tuple[list[int], list[int]]:
+    """Returns the indices of the training and the test images of a flat folder."""
+    labels, test = np.asarray(targets), []
+    for label in np.unique(labels):
+        own = np.flatnonzero(labels == label)
+        drawn = np.argsort(draws.bits(SPLIT_SEED, 0, own)[:, 0], kind="stable")
+        test += own[drawn[: len(own) // SPLIT_EVERY]].tolist()
+    held = set(test)
+    return [index for index in range(len(labels)) if index not in held], sorted(test)
+
+
+def _split(path: Path, where: Path) -> Any:
+    try:
+        return load().datasets.ImageFolder(where)
+    except FileNotFoundError as error:
+        raise ValueError(f"folder:{path}: {error}") from error
+
+
+def _two_splits(path: Path) -> tuple[Any, Any]:
+    """Returns the images of both folders."""
     test = next((path / name for name in ("val", "test") if (path / name).is_dir()), None)
     missing = path / "train" if not (path / "train").is_dir() else path / "val" if test is None else None
     if missing is not None or test is None:
         raise ValueError(
             f"folder:{path}: there is no folder {missing}. The layout is {path}/train/CLASS/IMAGE and {path}/val/CLASS/IMAGE, "
-            "one folder per class."
+            f"or {path}/CLASS/IMAGE, one folder per class."
         )
-    end = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)]
-    plain = [v2.Resize(round(image_size * 256 / 224), antialias=True), v2.CenterCrop(image_size), *end]
-    random = [v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip(), *end]
-    splits = []
-    for where in (path / "train", test):
-        try:
-            splits.append(torchvision.datasets.ImageFolder(where))
-        except FileNotFoundError as error:
-            raise ValueError(f"folder:{path}: {error}") from error
-    train, tested = splits
+    train, tested = _split(path, path / "train"), _split(path, test)
     if len(train.classes) < 2:
         raise ValueError(f"folder:{path}: {path / 'train'} has only one class; a classifier needs two or more.")
     if train.classes != tested.classes:
@@ -72,9 +121,4 @@ def folder(path: Path, image_size: int, augment: bool, workers: int) -> Data:
             f"folder:{path}: the classes of {path / 'train'} and {test} differ: {', '.join(differ[:5])}. Both need the same "
             "folders, or a label would have two meanings."
         )
-    return Data(
-        *(f"folder:{path}", len(train.classes), image_size, 3),
-        FromDisk(_Images(train, v2.Compose(random if augment else plain)), workers, stacked),
-        FromDisk(_Images(tested, v2.Compose(plain)), workers, stacked),
-        names=tuple(train.classes),
-    )
+    return train, tested

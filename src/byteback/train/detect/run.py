@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import byteback
 from byteback.recipes import Recipe
-from byteback.train import checkpoint
+from byteback.train import checkpoint, weights
 from byteback.train.config import TrainConfig
 from byteback.train.data import Data
 from byteback.train.detect import metrics, networks
@@ -36,6 +36,8 @@ def build(config: TrainConfig, recipe: Recipe | None, classes: int, begun: bool 
     file = config.backbone_checkpoint
     sizes = (config.anchor_size, config.box_samples)
     model = networks.build(*asked, None if begun else file, *sizes, frozen=file is not None)
+    if config.weights and not begun:
+        weights.fit(model, weights.read(config.weights, config.model), config.weights, classes)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     kept = networks.keep_float(config.model, config.keep_float)
@@ -71,7 +73,7 @@ class DetectRun(Run):
 
     def _test(self) -> tuple[float, float, dict[str, Any]]:
         assert self.data.test_split is not None
-        found = detect(self.model, self.data, self.stop)
+        found = detect(self.tested, self.data, self.stop)
         scores = metrics.score(self.data.test_split, found)
         self.showcase.write(self.member.folder, self.progress.epoch + 1, found, scores)
         return scores.mAP, float("nan"), scores.record()
