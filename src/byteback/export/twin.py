@@ -24,6 +24,8 @@ from byteback.quantize import CALL_SLOTS
 class Twin(nn.Module):
     """Calls the copy. Its counters start from zero in every call."""
 
+    model: Any
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

@@ -36,6 +36,7 @@ class Preprocess:
     white: float = 255.0
     frames: int = 0
     stride: int = 1
+    network_channels: int = 0  # of the network: a grey image is repeated; 0 for no change
 
     def as_data(self) -> dict[str, Any]:
         """Returns plain data, which `from_data` reads."""
@@ -58,6 +59,15 @@ class Preprocess:
 
     def __call__(self, image: Any) -> Tensor:
         """Returns the input of the network for one image or clip, without a batch axis."""
+        made = self._made(image)
+        return made if made.shape[0] >= self.network_channels else made.expand(self.network_channels, *made.shape[1:])
+
+    def _made(self, image: Any) -> Tensor:
+        if self.kind == "none":
+            raise ValueError(
+                "preprocess: it is unknown how the network's images were made: its data set has no image files, or the "
+                "checkpoint is of an earlier version. Make the input yourself."
+            )
         if self.kind == "clip":
             return self._clip(image)
         if self.kind == "photo":
