@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from byteback import ops
-from byteback.convert import restore
+from byteback.convert.restore import restore
 from byteback.export.served import KINDS, Constants, Folded, Served
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.fused.norm import given_coefficients

@@ -60,8 +60,8 @@ def run(config: ExportConfig, console: Console) -> bool:
         )
     if about.task == "detect":
         raise ValueError(
-            f"export: {about.path} is a detector, and PyTorch cannot export torchvision's detectors whole. Export the network "
-            "inside, without the boxes: byteback.export_onnx(byteback.detector_body(model), ...) (docs/11-deploying.md)."
+            f"export: {about.path} is a detector, and torch.export stops in torchvision's selection of boxes, whose number "
+            "depends on the data. Serve it with byteback.load or `byteback predict`."
         )
     images = _images(config, about) if config.check else []
     data = onnx_bytes(model, exact=config.exact, opset=config.opset)
