@@ -80,7 +80,7 @@ def main() -> None:
             config = tyro.extras.subcommand_cli_from_dict(flags, prog="byteback", description="INT8 training of CNNs.")
         run = next(command for kind, command in commands.values() if kind is type(config))
         # A pipe has no width, and rich would wrap wide tables at 80 columns.
-        code = run(config, Console(width=None if sys.stdout.isatty() else 180))
+        code = run(config, Console(width=None if sys.stdout.isatty() else 180, markup=False))
     except BrokenPipeError:
         # The reader has closed the output (`byteback models | head`): print nothing, also not when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -193,7 +193,7 @@ def run(config: VerifyConfig, console: tables.Console) -> bool:
         rows = [[name, kernel, str(count)] for (name, kernel), count in sorted(used.items())]
         console.print(tables.build(f"path {path}", ["operator", "kernel", "cases"], rows, left=2))
         for line in wrong[:10]:
-            console.print(f"[red]{line}[/]")
+            console.print(f"{line}")
         console.print(f"{sum(used.values())} cases, {len(wrong)} wrong\n")
         good = good and not wrong
     return good

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -34,6 +35,7 @@ _DEFAULTS: dict[str, tuple[str, int, int, int]] = {
     "voc": ("retinanet_resnet50_fpn", 24, 4, 320),
     "coco": ("retinanet_resnet50_fpn", 24, 4, 320),
 }
+_MOST_THREADS = 256  # more than the processors of a machine are allowed up to here; it is slow, but works
 # Default values by task: learning rate, epochs of warm-up, maximum norm of the gradient.
 _DETECTION = ("voc", "coco")
 _SCHEDULES: dict[str, tuple[float, float, float]] = {
@@ -127,6 +129,8 @@ class TrainConfig:
     """Read every n-th frame of a clip on disk."""
     download: bool = True
     """Download a data set that is missing."""
+    skip_bad_images: bool = False
+    """Leave out the images that cannot be read, which the scan before training finds. Default: stop and name them."""
     workers: int = 2
     """Processes that read the images of a folder. Data sets in memory need none."""
     threads: int | None = None
@@ -136,7 +140,8 @@ class TrainConfig:
     output_dir: str | None = None
     """Folder of the run. Default: runs/DATA-MODEL, with a number appended if it exists."""
     resume: str | None = None
-    """Continue the run in this folder, bit for bit. Finished members are skipped; new seeds and recipes are added."""
+    """Continue the run in this folder, bit for bit. Finished members are skipped; new seeds and recipes are added. "auto"
+    continues the run in --output-dir if there is one, and else starts it: the same command for a job that is queued again."""
     test_only: bool = False
     """Do not train: test the checkpoints of the run given by --resume."""
     config: str | None = None
@@ -208,6 +213,7 @@ def _check(config: TrainConfig) -> None:
     for name in ("momentum", "weight_decay", "warmup_epochs", "clip_grad_norm", "lr", "lr_gamma"):
         if not math.isfinite(getattr(config, name) or 0.0):
             raise ValueError(f"train: {_flag(name)} is {getattr(config, name)}; it must be finite.")
+    _check_ranges(config)
     if config.lr is not None and not config.lr > 0.0:
         raise ValueError(f"train: --lr is {config.lr}; it must be positive.")
     if config.optimizer not in optimizers.names():
@@ -236,6 +242,30 @@ def _check(config: TrainConfig) -> None:
         raise ValueError(f"train: {', '.join(given)}: for detectors only. Add --task detect, or remove the flag.")
     if config.test_only and config.resume is None:
         raise ValueError("train: --test-only tests the checkpoints of a run. Add --resume RUN.")
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    """Raises an error for values that PyTorch accepts, but that cannot train, or that end the process."""
+    if config.momentum >= 1.0:
+        raise ValueError(f"train: --momentum is {config.momentum}; it must be less than 1, or the weights grow without limit.")
+    if config.lr_gamma <= 0.0:
+        raise ValueError(f"train: --lr-gamma is {config.lr_gamma}; it must be positive, or the learning rate is not.")
+    for name in ("output_dir", "resume", "data_path"):
+        if getattr(config, name) == "":
+            raise ValueError(f"train: {_flag(name)} is empty; give a path, or remove the flag.")
+    if config.warmup_epochs and config.epochs and config.warmup_epochs > config.epochs:
+        raise ValueError(
+            f"train: --warmup-epochs is {config.warmup_epochs:g}, but the training has {config.epochs} epochs, so the learning "
+            "rate would never be reached. Use fewer."
+        )
+    check_threads("train", config.threads)
+
+
+def check_threads(command: str, threads: int | None) -> None:
+    """Raises an error for a number of threads that the process cannot have: OpenMP would end it without a message."""
+    most = max(_MOST_THREADS, 4 * (os.cpu_count() or 1))
+    if threads is not None and not 1 <= threads <= most:
+        raise ValueError(f"{command}: --threads is {threads}; it must be between 1 and {most} on this machine.")
 
 
 def float_layers(asked: Sequence[str], default: tuple[str, ...] = ()) -> tuple[str, ...]:

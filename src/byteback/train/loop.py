@@ -39,7 +39,7 @@ from byteback.train import (
 from byteback.train.board import Board
 from byteback.train.checkpoint import BEST, LAST, Progress
 from byteback.train.config import TrainConfig, float_layers
-from byteback.train.data import Batch, Data, Source, draws
+from byteback.train.data import Batch, Data, DataError, Source, draws
 from byteback.train.interrupt import Stop, Stopped
 from byteback.train.variants import Variant
 
@@ -52,11 +52,13 @@ class Diverged(Exception):
 
 
 class Listener(Protocol):
-    """Is called after every step and every epoch: the progress bar."""
+    """Is called after every step and every epoch: the progress bar. `say` prints a line."""
 
     def on_step(self, progress: Progress, loss: float, steps: int, model: nn.Module) -> None: ...
 
     def on_epoch(self, record: dict[str, Any]) -> None: ...
+
+    def say(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Run:
             contents = self._save(LAST)
             self.metrics.write(self._end(checkpoint.fingerprint(contents)))
             self.metrics.synced()
-        except Stopped:
+        except (Stopped, DataError):
             self._save(LAST)
             raise
         except (Diverged, byteback.NonFiniteError) as error:
@@ -357,10 +359,10 @@ class Run:
 
     def _resume(self) -> dict[str, int]:
         """Loads the last checkpoint. Returns the lengths of its journals; an empty dict if there is no checkpoint."""
-        path = self.member.folder / LAST
-        if not path.exists():
+        found = checkpoint.newest(self.member.folder, self.listener.say)
+        if found is None:
             return {}
-        contents = checkpoint.load(path)
+        path, contents = found
         self._must_be_of_this_run(path, contents)
         try:
             self.model.load_state_dict(contents["model"])
@@ -368,7 +370,8 @@ class Run:
             if self.average is not None:
                 self.average.load_state_dict(contents["average"])
         except (RuntimeError, ValueError, KeyError) as error:
-            raise ValueError(f"{path} does not fit {self.model_name}: {str(error).splitlines()[0]}") from error
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            raise files.Damaged(f"{path} does not fit {self.model_name}: {reason}") from error
         torch.set_rng_state(contents["random"])
         self.progress = checkpoint.progress_of(contents)
         if self.scaling is not None:

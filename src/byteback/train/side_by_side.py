@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shlex
 import sys
@@ -37,6 +38,11 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
 
     `when_done` is called with the folder of the run when all members are finished: the command line writes a page there.
     """
+    with Stop() as stop:
+        return _run(config, console, stop, when_done)
+
+
+def _run(config: TrainConfig, console: Console, stop: Stop, when_done: Callable[[Path, Console], None] | None) -> int:
     byteback.tune_malloc()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -68,7 +74,7 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
         before = config_file.read(folder / config_file.NAME) if config.resume is not None else None
         files.replace(folder / config_file.NAME, config_file.to_text(config).encode())
         console.print(
-            f"[bold]{config.model}[/] ({parameters:,} parameters) on [bold]{config.data}[/]: {len(images.train):,} {what}, "
+            f"{config.model} ({parameters:,} parameters) on {config.data}: {len(images.train):,} {what}, "
             f"{len(images.test):,} for the test; {config.epochs} epochs, batch size "
             f"{config.batch_size}, {len(config.recipe)} recipes x {len(config.seed)} seeds, {config.threads} threads, path "
             f"{paths.current()}\nin {folder}\n",
@@ -85,12 +91,21 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
             )
         summarize(config, folder, members, images)  # stores the command, also for a run that is interrupted
         try:
-            code = _train(config, folder, members, images, console)
+            with stop.training():
+                broken = _train(config, folder, members, images, console, stop)
+        except Stopped as stopped:
+            again = resume_command(folder)
+            console.print(f"\nStopped; everything is saved. Continue with:\n\n    {again}\n", highlight=False)
+            return stopped.code
         finally:
             images.close()
-        if code == 0 and when_done is not None:
+        found = summarize(config, folder, members, images)
+        console.print()
+        console.print(results.comparison(found["rows"], SCORES[config.task]))
+        console.print(f"\nThe run is in {folder}", highlight=False)
+        if when_done is not None and not broken:
             when_done(folder, console)
-        return code
+        return _verdict(found["members"], broken, len(members), folder, console)
 
 
 def _begins_with(config: TrainConfig, images: data.Data) -> str:
@@ -102,9 +117,23 @@ def _begins_with(config: TrainConfig, images: data.Data) -> str:
     return f"The weights of {config.weights} are loaded{kept}."
 
 
-def _train(config: TrainConfig, folder: Path, members: list[Member], images: data.Data, console: Console) -> int:
+def _verdict(found: list[dict[str, Any]], broken: list[str], members: int, folder: Path, console: Console) -> int:
+    """Returns the exit code: 1 if no member has a result, or if one could not be trained. Raises the error of the latter."""
+    if broken:
+        raise ValueError(f"train: {len(broken)} of {members} members in {folder} could not go on.\n" + "\n".join(broken))
+    if all(result["state"] == "diverged" for result in found):
+        console.print(f"\nEvery member diverged, so there is no result. First: {found[0]['why']}", highlight=False)
+        return 1
+    return 0
+
+
+def _train(
+    config: TrainConfig, folder: Path, members: list[Member], images: data.Data, console: Console, stop: Stop
+) -> list[str]:
+    """Trains the members one after the other. Returns the errors of those whose files are damaged."""
     assert config.epochs
-    with Stop() as stop, Display(console, len(members), config.epochs, SCORES[config.task]) as display:
+    broken: list[str] = []
+    with Display(console, len(members), config.epochs, SCORES[config.task]) as display:
         try:
             for member in members:
                 stop.check()
@@ -112,10 +141,17 @@ def _train(config: TrainConfig, folder: Path, members: list[Member], images: dat
                 if results.is_finished(member.folder):
                     display.say(f"{member.variant.name} seed {member.seed} is already finished")
                 else:
-                    tasks.train(config, member, images, display, stop)
+                    try:
+                        tasks.train(config, member, images, display, stop)
+                    except files.Damaged as error:
+                        broken.append(str(error))
+                        display.say(f"{member.variant.name} seed {member.seed} cannot go on: {error}")
+                        continue
                     done = results.member_result(member, folder)
                     if done["state"] == "diverged":
-                        display.say(f"{member.variant.name} seed {member.seed} diverged in epoch {done['epochs'] + 1}")
+                        display.say(
+                            f"{member.variant.name} seed {member.seed} diverged in epoch {done['epochs'] + 1}: {done['why']}"
+                        )
                     elif console.is_terminal:
                         display.say(
                             f"{member.variant.name} seed {member.seed}: {done['accuracy']:.2%} in {done['seconds']:.0f} s"
@@ -123,14 +159,8 @@ def _train(config: TrainConfig, folder: Path, members: list[Member], images: dat
                 summarize(config, folder, members, images)
         except Stopped:
             summarize(config, folder, members, images)
-            display.__exit__()
-            console.print(f"\nStopped; everything is saved. Continue with:\n\n    {resume_command(folder)}\n", highlight=False)
-            return 130
-    table = summarize(config, folder, members, images)["rows"]
-    console.print()
-    console.print(results.comparison(table, SCORES[config.task]))
-    console.print(f"\nThe run is in {folder}", highlight=False)
-    return 0
+            raise
+    return broken
 
 
 def _folder(config: TrainConfig) -> Path:
@@ -142,11 +172,10 @@ def _folder(config: TrainConfig) -> Path:
         if (folder / config_file.NAME).exists():
             raise ValueError(
                 f"train: {folder} already contains a run. Continue it with {resume_command(folder)}, or choose another "
-                "--output-dir."
+                "--output-dir. With --resume auto the same command starts a run or continues it."
             )
         return folder
-    name = f"{Path(config.data.partition(':')[2] or config.data).name}-{config.model}".replace(":", "-").replace("/", "-")
-    base = Path("runs") / name
+    base = config_file.default_folder(config)
     number, folder = 1, base
     while (folder / config_file.NAME).exists():
         number += 1
@@ -203,10 +232,10 @@ def _must_fit(folder: Path, members: list[Member]) -> None:
 def _test(members: list[Member], config: TrainConfig, images: data.Data, console: Console) -> int:
     """--test-only: tests the last checkpoint of every member."""
     for member in members:
-        path = member.folder / checkpoint.LAST
-        if not path.exists():
+        found = checkpoint.newest(member.folder, functools.partial(console.print, highlight=False))
+        if found is None:
             console.print(f"{member.variant.name} seed {member.seed}: no checkpoint yet", highlight=False)
             continue
-        tested = evaluate(config, checkpoint.load(path), images)
+        tested = evaluate(config, found[1], images)
         console.print(f"{member.variant.name} seed {member.seed}: {tested}", highlight=False)
     return 0

@@ -36,7 +36,7 @@ def _load(config: TrainConfig) -> Data:
     assert config.image_size and config.frames  # complete() filled them in
     if config.task == "detect":
         metrics.pycocotools()  # if it is missing, fail now and not after the first epoch
-        return source.load(config.data, config.image_size, config.augment, config.workers)
+        return source.load(config.data, config.image_size, config.augment, config.workers, config.skip_bad_images)
     return data.load(
         *(config.data, config.data_path),
         image_size=config.image_size,
@@ -45,6 +45,7 @@ def _load(config: TrainConfig) -> Data:
         workers=config.workers,
         frames=config.frames,
         frame_stride=config.frame_stride,
+        skip_bad_images=config.skip_bad_images,
     )
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.nn.fused.sources import SHARED_RULE, Int8Copy, channels_last, materialize, shared_floats, source_of
+from byteback.nn.fused.sources import SHARED_RULE, channels_last, materialize, shared_floats, source_of
 from byteback.ops.backends.registry import backend_of
 from byteback.ops.block_step import BlockShape, block_site
 from byteback.ops.types import NormGradient, Wants
-from byteback.quantize import Moment
+from byteback.quantize import Moment, QTensor
 
 _profiling = torch._C._autograd._profiler_enabled
 _MOST_SITES = 256  # per layer, so that images of many sizes do not fill the memory
@@ -26,8 +26,8 @@ enabled = True
 """If False, the operators always run one by one. Tests compare the two."""
 
 
-def find_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[bool, ...]) -> Any:
-    """Returns the site of this call; None if it is not ordinary training. `wanted(...)` returns what the block computes."""
+def find_site(x: Tensor, weight: Tensor, stages: Any, wants: Any, needs: tuple[bool, ...]) -> Any:
+    """Returns the site of this call; None if it is not ordinary training. `wants(...)` returns what the block computes."""
     call, norm = stages.call, stages.norm
     layer = call.layer
     numerics = layer._modules.get("quantizers")
@@ -43,11 +43,11 @@ def find_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[
     if key not in sites:
         if len(sites) >= _MOST_SITES:
             sites.clear()
-        sites[key] = _new_site(x, weight, stages, wanted(stages, True, needs[3]), needs)
+        sites[key] = _new_site(x, weight, stages, wants(stages, True, needs[3]), needs)
     return sites[key]
 
 
-def _new_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[bool, ...]) -> Any:
+def _new_site(x: Tensor, weight: Tensor, stages: Any, wants: Wants, needs: tuple[bool, ...]) -> Any:
     call, norm = stages.call, stages.norm
     layer, numerics = call.layer, call.layer.quantizers
     recipe, settings = layer.recipe, numerics.settings
@@ -63,7 +63,6 @@ def _new_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[
         if not numerics.chooses_both:
             return None
         names.append("grad_output_for_weight")
-    wants = Wants(wanted.int8, wanted.floats, wanted.mask, wanted.keep)
     sizes = tuple(x.shape), tuple(weight.shape), weight.stride(), tuple(call.size)
     shape = BlockShape(*sizes, tuple(call.products), stages.activation, stages.residual is not None, wants, norm.eps)
     chosen = tuple(settings[name] for name in names)
@@ -72,20 +71,20 @@ def _new_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[
 
 def forward_step(
     site: Any, x: Tensor, weight: Tensor, residual: Tensor | None, stages: Any
-) -> tuple[Int8Copy, Tensor | None, list[Any]] | None:
+) -> tuple[QTensor, Tensor | None, list[Any]] | None:
     """Returns the int8 copy of the input, the residual as it was added, and the results of the site; None if it cannot run."""
     source = source_of(x)
     if source is None:
         source = shared_floats(x, SHARED_RULE)
         if source is None:
             return None
-    copy, norm = source.int8(), stages.norm
+    (clip, q), norm = source.int8(), stages.norm
     added = None if residual is None else channels_last(materialize(residual))
     numerics = stages.call.layer.quantizers
     quantizer = numerics._modules["input"]._buffers
     tensors = (weight, norm.gamma, norm.beta, *norm.running, numerics._buffers["iteration"], *quantizer.values())
-    made = site.forward((copy.q.values, copy.q.scale, copy.clip, copy.counts), added, tensors, norm.momentum)
-    return None if made is None else (copy, added, made)
+    made = site.forward(q, clip, added, tensors, norm.momentum)
+    return None if made is None else (q, added, made)
 
 
 class Gradients(NamedTuple):

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from byteback.train.data import pictures
+
 PHOTO_MEAN, PHOTO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 CLIP_MEAN, CLIP_STD = (0.43216, 0.394666, 0.37645), (0.22803, 0.22145, 0.216989)  # Kinetics', as torchvision's networks use
 
@@ -109,13 +111,10 @@ def _opened(image: Any, channels: int) -> Any:
 
     mode = "L" if channels == 1 else "RGB"
     if isinstance(image, (str, Path)):
-        try:
-            with Image.open(image) as file:
-                return file.convert(mode)
-        except FileNotFoundError as error:
-            raise ValueError(f"{image}: no such image.") from error
-        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises a SyntaxError for a broken PNG
-            raise ValueError(f"{image} cannot be read as an image: {error}.") from error
+        if not Path(image).is_file():
+            raise ValueError(f"{image}: no such image.")
+        opened = pictures.read(image)
+        return opened if mode == "RGB" else opened.convert(mode)
     if isinstance(image, Image.Image):
         return image.convert(mode)
     array = np.asarray(image)

@@ -21,6 +21,10 @@ from byteback.train.data.preprocess import Preprocess
 Batch = tuple[Tensor, Tensor]  # images (N, C, H, W) or clips (N, C, T, H, W) float32, channels_last is best; labels (N) int64
 
 
+class DataError(ValueError):
+    """Data could not be read during training. What was trained until then is saved."""
+
+
 class Source(Protocol):
     """The images of one split."""
 

@@ -61,7 +61,7 @@ class DetectRun(Run):
         return {**super()._start(), **own, "class_names": list(self.data.names)}
 
     def _build(self) -> nn.Module:
-        begun = (self.member.folder / checkpoint.LAST).exists()
+        begun = checkpoint.exists(self.member.folder)
         return build(self.config, self.member.variant.recipe, self.data.classes, begun)
 
     def _as_asked(self, images: Any) -> Any:
