@@ -49,7 +49,10 @@ FOURTH_FLOOR = ["convert", "lr_scaling", "inspect", "export"]
 WITHOUT_CIRCLES = ["convert", "inspect", "train", "bench", "report_page", "models"]
 CORE_MAY_IMPORT = {"byteback", "torch", "numpy", *sys.stdlib_module_names}
 # Optional, so only inside the function that needs it.
-LAZY = {"tables": {"rich"}, "torchvision_compat": {"torchvision"}, "models": {"torchvision"}}
+LAZY = {
+    **{"tables": {"rich"}, "torchvision_compat": {"torchvision"}, "models": {"torchvision"}},
+    "export": {"onnx", "onnx_ir", "onnxruntime"},
+}
 LONGEST_FILE = 400
 MAY_BE_LONGER = 0.1  # of all files: "most files", and one kernel may deserve more
 

@@ -51,6 +51,10 @@ def load(
         return moving_items(root(data_path), frames, image_size or 32, augment, download)
     if name not in NAMES:
         known = [*NAMES, "folder:PATH", "moving-items", "frames:PATH", "clips:PATH"]
+        if Path(name).is_dir():
+            raise ValueError(
+                f"train: --data {name} is a folder; say how it is laid out: --data folder:{name} (docs/6-the-trainer.md)."
+            )
         raise unknown("train", "data set", name, known)
     if name == "digits":
         return digits(image_size or 8)
