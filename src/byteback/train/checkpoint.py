@@ -178,6 +178,13 @@ def _classes(number: int, names: Sequence[str]) -> str:
     return f"{number} classes" + (f" ({shown})" if shown else "")
 
 
+def tested_state(contents: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of the network that was tested: the average of --ema, or the trained one."""
+    average: dict[str, Any] = contents.get("average", {})
+    state: dict[str, Any] = contents["model"]
+    return {key.removeprefix("module."): value for key, value in average.items() if key.startswith("module.")} or state
+
+
 def progress_of(contents: dict[str, Any]) -> Progress:
     """Returns the progress that is stored in a checkpoint."""
     return Progress(**contents["progress"])

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from byteback.suggestions import unknown
+from byteback.train import optimizers
 from byteback.train.variants import FLOAT, Variant, parse
 
 # Default values by data set: model, epochs, batch size, image size.
@@ -73,6 +75,16 @@ class TrainConfig:
     box_samples: int | None = None
     """Proposals per image that train the second stage of Faster R-CNN. Default: 512 as in torchvision, which is most of the
     time of a step with small images."""
+    weights: str | None = None
+    """Initial weights: a file (state dict, checkpoint or safetensors) or the folder of a run, torchvision:NAME such as
+    torchvision:DEFAULT, or timm. A head for another number of classes starts anew. Default: random weights."""
+    freeze: tuple[str, ...] = ()
+    """Wildcards of modules that are not trained, such as 'layer1*'. Their norms keep their statistics."""
+    ema: float | None = None
+    """Decay of an exponential average of the weights, such as 0.999; it is what is tested and saved as the best. Default:
+    none."""
+    amp: bool = False
+    """Run the float layers of training in bfloat16 (autocast). Blocks are not fused then."""
     keep_float: tuple[str, ...] = ()
     """Wildcards of layers that stay float. Default: the predictors of a detector; "none" for no layer."""
     recipe: tuple[str, ...] = (FLOAT, "unified-int8", "distribution-adaptive-int8")
@@ -82,13 +94,21 @@ class TrainConfig:
     epochs: int | None = None
     """Passes over the training images. Default: 12 for digits, 10 for fashion-mnist, 15 for cifar, 30 for folders."""
     batch_size: int | None = None
-    """Images per step. Default: 64 for digits and folders, 128 for the rest."""
+    """Images per step of each process. Default: 64 for digits and folders, 128 for the rest."""
+    processes: Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress] = 1
+    """With how many processes the run was started: a step has `processes * batch_size` images, however many go on with it."""
+    sync_bn: bool = False
+    """Compute the statistics of BatchNorm over all processes. PyTorch has no such layer for CPUs."""
+    rank_timeout: float = 600.0
+    """Seconds after which a process of torchrun that does not answer is named, and the run ends."""
     lr: float | None = None
-    """Initial learning rate of SGD. Default: 0.1, or 0.02 for detection."""
+    """Initial learning rate. Default: 0.1, or 0.02 for detection; 0.001 for optimizers other than SGD."""
+    optimizer: str = "sgd"
+    """Optimizer of torch.optim by its name in lower case: sgd, adamw, adam, rmsprop, ..."""
     momentum: float = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD, and of the other optimizers that have one."""
     weight_decay: float = 1e-4
-    """Weight decay of SGD."""
+    """Weight decay of the optimizer."""
     lr_schedule: Literal["cosine", "step", "linear", "constant"] = "cosine"
     """Decay of the learning rate: to zero along a cosine or a line, in steps, or none."""
     lr_step_size: int = 30
@@ -170,7 +190,7 @@ class TrainConfig:
             batch_size=self.batch_size or batch_size,
             image_size=self.image_size or image_size,
             frames=self.frames or (8 if self.kind() == "moving-items" else 16),
-            lr=self.lr or lr,
+            lr=self.lr or optimizers.default_rate(self.optimizer, lr),
             warmup_epochs=warmup_epochs if self.warmup_epochs is None else self.warmup_epochs,
             clip_grad_norm=clip_grad_norm if self.clip_grad_norm is None else self.clip_grad_norm,
         )
@@ -202,6 +222,10 @@ def _check(config: TrainConfig) -> None:
     _check_ranges(config)
     if config.lr is not None and not config.lr > 0.0:
         raise ValueError(f"train: --lr is {config.lr}; it must be positive.")
+    if config.optimizer not in optimizers.names():
+        raise unknown("train", "optimizer", config.optimizer, optimizers.names())
+    if config.ema is not None and not 0.0 < config.ema < 1.0:
+        raise ValueError(f"train: --ema is {config.ema}; it must be between 0 and 1, such as 0.999.")
     if not 0.0 <= config.label_smoothing < 1.0:
         raise ValueError(f"train: --label-smoothing is {config.label_smoothing}; it must be in [0, 1).")
     for name in ("recipe", "seed"):
@@ -239,6 +263,13 @@ def _check_ranges(config: TrainConfig) -> None:
         raise ValueError(
             f"train: --warmup-epochs is {config.warmup_epochs:g}, but the training has {config.epochs} epochs, so the learning "
             "rate would never be reached. Use fewer."
+        )
+    if not 1.0 <= config.rank_timeout < 1e6:
+        raise ValueError(f"train: --rank-timeout is {config.rank_timeout:g}; it must be between 1 and a million seconds.")
+    if config.sync_bn:
+        raise ValueError(
+            "train: --sync-bn: PyTorch's SyncBatchNorm runs on GPUs only, and this trainer runs on CPUs. Remove it, and give "
+            "each process enough images with --batch-size."
         )
     check_threads("train", config.threads)
 

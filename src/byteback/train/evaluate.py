@@ -73,7 +73,7 @@ def evaluate(config: TrainConfig, contents: dict[str, Any], images: Data, in_flo
         )
     recipe = Recipe.from_dict(contents["recipe"]) if contents["recipe"] else None
     model = tasks.build(config, recipe, images, begun=True)
-    model.load_state_dict(contents["model"])
+    model.load_state_dict(checkpoint.tested_state(contents))
     if in_float and recipe:
         byteback.restore(model)
     return tasks.tested(config, model, images, contents["channels"])

@@ -51,6 +51,8 @@ def load(
         return moving_items(root(data_path), frames, image_size or 32, augment, download)
     if name not in NAMES:
         known = [*NAMES, "folder:PATH", "moving-items", "frames:PATH", "clips:PATH"]
+        if Path(name).is_dir():
+            raise ValueError(f"train: --data {name} is a folder; for images in folders of classes use --data folder:{name}.")
         raise unknown("train", "data set", name, known)
     if name == "digits":
         return digits(image_size or 8)

@@ -19,6 +19,7 @@ from byteback.suggestions import unknown
 from byteback.torchvision_compat import load as load_torchvision
 from byteback.train.data import Data, draws, pictures, scan
 from byteback.train.data.from_disk import FromDisk, Unreadable
+from byteback.train.data.preprocess import Preprocess
 from byteback.train.detect import coco, voc
 from byteback.train.detect.annotations import Picture, Split
 
@@ -55,6 +56,7 @@ def load(name: str, image_size: int, augment: bool, workers: int, skip: bool = F
         FromDisk(_Pictures(train.pictures, augment), workers, _lists),
         FromDisk(_Pictures(test.pictures, False), workers, _lists),
         names=tuple(train.classes),
+        preprocess=Preprocess("detect", image_size, 3),
         test_split=test,
     )
 
