@@ -196,8 +196,9 @@ private:
 };
 
 template <class Micro>
-void run_strided_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
-    if (!Phases<Micro>::fit(s)) return run_grad_input<Micro>(s, g, w, factor, dx, threads);
+void run_strided_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads,
+                            const Epilogue* finish) {
+    if (!Phases<Micro>::fit(s)) return run_grad_input<Micro>(s, g, w, factor, dx, threads, finish);
     for (s64 group = 0; group < s.groups; ++group) Phases<Micro>(s, group, g, w, factor, dx, threads).run(threads);
 }
 

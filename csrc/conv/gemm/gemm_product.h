@@ -343,13 +343,14 @@ void write_zeros(const ConvShape& s, Factor factor, f32* dx, int threads) {
 }
 
 template <class Micro>
-void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, Factor factor, f32* dx, int threads,
+                      const Epilogue* finish) {
     const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
     for (s64 d = 0; d < s.stride[0]; ++d)
         for (s64 h = 0; h < s.stride[1]; ++h)
             for (s64 v = 0; v < s.stride[2]; ++v) {
                 Product p{};
-                p.depth = K, p.batch = s.batch, p.factor = factor;
+                p.depth = K, p.batch = s.batch, p.factor = factor, p.finish = finish;
                 p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels, p.result_begin = group * C,
                 p.columns = C;
                 if (!phase_of(s, {d, h, v}, p)) continue;
@@ -358,10 +359,12 @@ void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, F
             }
 }
 
+// `finish`: only where the stride is 1, so that the pixels of the one phase are those of dx.
 template <class Micro>
-void run_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+void run_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads,
+                    const Epilogue* finish = nullptr) {
     if (leaves_pixels_out(s)) write_zeros(s, factor, dx, threads);
-    for (s64 group = 0; group < s.groups; ++group) grad_input_group<Micro>(s, group, g, w, factor, dx, threads);
+    for (s64 group = 0; group < s.groups; ++group) grad_input_group<Micro>(s, group, g, w, factor, dx, threads, finish);
 }
 
 template <class Micro>

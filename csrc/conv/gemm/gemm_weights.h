@@ -23,7 +23,7 @@ struct Product {
     s64 result_channels, result_begin, columns;
     s64 result_start[3], result_step[3];
     Factor factor;
-    const Epilogue* finish;  // null, or what gets the rows of an output instead of `result`
+    const Epilogue* finish;  // null, or what gets the rows instead of `result`
 
     s64 grid_pixels() const { return grid[0] * grid[1] * grid[2]; }
 };

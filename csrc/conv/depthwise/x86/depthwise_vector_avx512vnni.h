@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vectors of the AVX-512 VNNI path's depthwise kernels: 16 channels of 32 bits, 16 pairs of 16 bits, or 32 channels of 16
-// bits. The names are those of depthwise_vector_avx2.h. What differs: vpdpwssd multiplies pairs and adds them in one instruction.
+// bits. The names are those of depthwise_vector_avx2.h. What differs: vpdpwssd multiplies pairs and adds them at once.
 #pragma once
 
 // gcc 12's header makes its "undefined" vectors in a way that gcc 12 warns of.
