@@ -242,6 +242,7 @@ struct GradientCall {
     Noise noise;
     const s8 *x, *w;
     f32 x_scale, w_scale;
+    Waiting waiting;  // added to grad_input
     f32 *grad_input, *grad_weight;
     s64 limit;
     int threads;
@@ -252,7 +253,7 @@ struct GradientCall {
 
     void multiply(const s8* for_input, Factor input_factor, const s8* for_weight, Factor weight_factor) const {
         const Path chosen = static_cast<Path>(path);
-        conv_grad_input(chosen, plan.conv, for_input, w, input_factor, grad_input, threads);
+        conv_grad_input_sum(chosen, plan.conv, for_input, w, input_factor, waiting, grad_input, threads);
         conv_grad_weight(chosen, plan.conv, for_weight, x, weight_factor, grad_weight, threads);
     }
 
@@ -340,13 +341,14 @@ struct GradientCall {
     bool run() const { return how.kind == Clips::held ? by_held_clip() : how.kind == Clips::ratio ? by_ratio() : by_pair(); }
 };
 
-// mask and a to centre as block_forward made them; kept is y where it was kept as floats. The results: whether the products
+// mask and a to centre as block_forward made them; kept is y where it was kept as floats. waiting: a gradient that is added to
+// grad_input, and its mask. The results: whether the products
 // are there, the iteration, the two words of the noise key, and q, r, the gradients of gamma and beta, the masked gradient,
 // Σdx and Σdx² (pairs), grad_input, grad_weight.
 nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors& of, const GradientPlan& how, Address g,
                          Address x, Address x_scale, Address w, Address w_scale, Address mask, Address a, Address b,
-                         Address mean, Address invstd, Address kept, Address step, Address centre, bool want_masked, s64 rank,
-                         bool counts_iteration, s64 limit, int threads) {
+                         Address mean, Address invstd, Address kept, Address step, Address centre, Address waiting,
+                         Address waiting_mask, bool want_masked, s64 rank, bool counts_iteration, s64 limit, int threads) {
     const s64 channels = plan.pass.channels, rows = plan.pass.rows, now = *at<const s64>(of.iteration);
     const bool pairs = how.kind == Clips::pair, multiplies = !how.needs_floats(of, now);
     const Layout vector{1, {channels}, {1}};
@@ -392,6 +394,7 @@ nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors&
                                 at<const s8>(w),
                                 *at<const f32>(x_scale),
                                 *at<const f32>(w_scale),
+                                {at<const f32>(waiting), at<const u8>(waiting_mask)},
                                 grad_input,
                                 grad_weight,
                                 limit,

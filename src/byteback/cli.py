@@ -86,11 +86,29 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, ImportError, RuntimeError, OSError) as error:
-        sys.exit(f"byteback: {error}")
+        _end(f"byteback: {error}" if str(error) and not _another_says(error) else "", 1)
     except KeyboardInterrupt:
         print("\nbyteback: stopped at once; the last saved checkpoint is still there.", file=sys.stderr)
         sys.exit(130)
-    sys.exit(1 if code is False else code if isinstance(code, int) and code is not True else 0)
+    _end("", 1 if code is False else code if isinstance(code, int) and code is not True else 0)
+
+
+def _another_says(error: Exception) -> bool:
+    """Whether this is not the first of several ranks, and all of them raise the same error."""
+    from byteback.train.world import Agreed
+
+    return isinstance(error, Agreed) and os.environ.get("RANK", "0") != "0"
+
+
+def _end(message: str, code: int) -> None:
+    """Ends the process. One of several leaves without clean-up, in which threads of gloo may abort it (pytorch#179291)."""
+    if message:
+        print(message, file=sys.stderr)
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _bench(kinds: dict[str, type]) -> Callable[[Any], Any]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`byteback bench inference`: times a forward pass in eval mode without gradients, int8 against PyTorch FP32.
 
-float32 runs in its faster memory format. All sides alternate in one process, with malloc tuned. The int8 networks are trained
-for some steps first, because eval mode uses the clips of training. One is then frozen, as it would be for deployment. The other
-quantizes its weights in every pass, as between two epochs of training.
+float32 runs in its faster memory format. All sides take turns of some passes in one process, with malloc tuned. The int8
+networks are trained for some steps first, because eval mode uses the clips of training. One is then frozen, as it would be for
+deployment. The other quantizes its weights in every pass, as between two epochs of training.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import statistics as stats
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ from byteback.bench.step import DEFAULTS
 from byteback.bench.training_step import Setting, Side, Variant
 from byteback.inspect.memory import tune_malloc
 
+_TURN = 30.0  # milliseconds that one side runs before the next one
 _TRAINED = 2  # training steps before the first measurement
 
 
@@ -92,10 +95,19 @@ def measure(setting: Setting, seconds: float) -> Times:
     rounds: list[list[float]] = []
     until = time.perf_counter() + seconds
     while len(rounds) < 5 or time.perf_counter() < until:
-        rounds.append([milliseconds(side) for side in (float32, frozen, unfrozen)])
+        rounds.append([_turn(partial(milliseconds, side)) for side in (float32, frozen, unfrozen)])
     medians = [stats.median(column) for column in zip(*rounds, strict=True)]
     ratios = [stats.median(times[0] / times[side] for times in rounds) for side in (1, 2)]
     return Times(*medians, *ratios)
+
+
+def _turn(milliseconds: Callable[[], float]) -> float:
+    """Returns the median of some passes in a row. The first one has no data of this side in the caches and does not count."""
+    milliseconds()
+    times = [milliseconds()]
+    while sum(times) < _TURN:
+        times.append(milliseconds())
+    return stats.median(times)
 
 
 def _evaluated(setting: Setting, variant: Variant) -> Side:

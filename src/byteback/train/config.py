@@ -94,7 +94,13 @@ class TrainConfig:
     epochs: int | None = None
     """Passes over the training images. Default: 12 for digits, 10 for fashion-mnist, 15 for cifar, 30 for folders."""
     batch_size: int | None = None
-    """Images per step. Default: 64 for digits and folders, 128 for the rest."""
+    """Images per step of each process. Default: 64 for digits and folders, 128 for the rest."""
+    processes: Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress] = 1
+    """With how many processes the run was started: a step has `processes * batch_size` images, however many go on with it."""
+    sync_bn: bool = False
+    """Compute the statistics of BatchNorm over all processes. PyTorch has no such layer for CPUs."""
+    rank_timeout: float = 600.0
+    """Seconds after which a process of torchrun that does not answer is named, and the run ends."""
     lr: float | None = None
     """Initial learning rate. Default: 0.1, or 0.02 for detection; 0.001 for optimizers other than SGD."""
     optimizer: str = "sgd"
@@ -257,6 +263,13 @@ def _check_ranges(config: TrainConfig) -> None:
         raise ValueError(
             f"train: --warmup-epochs is {config.warmup_epochs:g}, but the training has {config.epochs} epochs, so the learning "
             "rate would never be reached. Use fewer."
+        )
+    if not 1.0 <= config.rank_timeout < 1e6:
+        raise ValueError(f"train: --rank-timeout is {config.rank_timeout:g}; it must be between 1 and a million seconds.")
+    if config.sync_bn:
+        raise ValueError(
+            "train: --sync-bn: PyTorch's SyncBatchNorm runs on GPUs only, and this trainer runs on CPUs. Remove it, and give "
+            "each process enough images with --batch-size."
         )
     check_threads("train", config.threads)
 

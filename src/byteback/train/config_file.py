@@ -33,7 +33,7 @@ _NEVER_STORED = ("resume", "test_only", "config")
 # round differently with another number of threads (the trainer prints a note).
 _MAY_CHANGE = (
     *("recipe", "recipes", "seed", "workers", "data_path", "download", "output_dir", "threads"),
-    *("checkpoint_seconds", "tensorboard", *_NEVER_STORED),
+    *("checkpoint_seconds", "rank_timeout", "processes", "tensorboard", *_NEVER_STORED),
 )
 _ONLY_WRITTEN = ("log_every", "histogram_every")  # these do not change training, but the journals
 

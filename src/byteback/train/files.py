@@ -137,6 +137,19 @@ class Journal:
             self._file.close()
 
 
+class NoJournal:
+    """Writes nothing: of several ranks only the first has journals."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def synced(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
 def read_text(path: Path) -> str:
     """Returns the text of a file in UTF-8. Raises a ValueError that names the file if there is none."""
     try:

@@ -36,6 +36,7 @@ class Stop:
 
     def __init__(self, speaks: bool = True) -> None:
         self.number, self.speaks = 0, speaks
+        self.where = "before training"  # for an error of the processes that train together
         self._since, self._training = 0.0, False
         self._before: dict[int, Any] = {}
 

@@ -15,6 +15,7 @@ from byteback.train.data import Data, Part
 from byteback.train.detect import metrics, source
 from byteback.train.detect import run as detect
 from byteback.train.interrupt import Stop
+from byteback.train.world import World
 
 SCORES = {"classify": "accuracy", "video": "accuracy", "detect": "mAP"}  # the name of the score of each task
 
@@ -88,10 +89,10 @@ def fresh_layers(config: TrainConfig, images: Data) -> list[str]:
     return weights.fit(network, weights.read(config.weights, config.model), config.weights, images.classes)
 
 
-def train(config: TrainConfig, member: loop.Member, images: Data, listener: loop.Listener, stop: Stop) -> None:
+def train(config: TrainConfig, member: loop.Member, images: Data, listener: loop.Listener, stop: Stop, world: World) -> None:
     """Trains a member to its end, from its checkpoint if it has one. Saves and raises Stopped when interrupted."""
     begin = detect.train if config.task == "detect" else loop.train
-    begin(config, member, images, listener, stop)
+    begin(config, member, images, listener, stop, world)
 
 
 def tested(config: TrainConfig, model: nn.Module, images: Data, channels: int) -> str:

@@ -331,38 +331,45 @@ def _gradients(
     """Returns the gradients of the inputs of the block. Those of x and of the residual may wait for other readers."""
     saved = ctx.saved_tensors  # read once, because unpacking may recompute the tensors
     g, needs = channels_last(grad_output), ctx.needs_input_grad
-    stepped = None if ctx.site is None else backward_step(ctx, saved, g)
+    mask = saved[6] if of_residual is not None and of_residual.will_wait(ctx) else None  # else gm is written
+    masks = needs[5] and ctx.activation != "none" and mask is None
+    waiting = None if of_input is None else of_input.take()
+    stepped = None if ctx.site is None else backward_step(ctx, saved, g, masks, waiting)
     if stepped is not None and stepped.products is not None:
-        norm, products = stepped.norm, stepped.products
+        norm, (grad_input, grad_weight), waiting = stepped.norm, stepped.products, stepped.waiting
     else:
-        norm, products = _gradients_by_operators(ctx, saved, g, stepped)
-    g = g if norm.masked is None else norm.masked
-    grad_input, grad_weight = products
-    grad_residual = g if needs[5] else None
-    # In this order, which is autograd's, also if the block adds its own input.
+        norm, (grad_input, grad_weight) = _gradients_by_operators(ctx, saved, g, masks, stepped)
+    # First x, then the residual: in autograd's order also if they are the same tensor.
     if grad_input is not None and of_input is not None:
-        grad_input = _shared(of_input, ctx, grad_input)
-    if grad_residual is not None and of_residual is not None:
-        grad_residual = _shared(of_residual, ctx, grad_residual)
+        grad_input = of_input.give(ctx, grad_input if waiting is None else ops.add_waiting(grad_input, *waiting))
+    grad_residual: Tensor | None = None
+    if needs[5]:
+        grad_residual = g if norm.masked is None else norm.masked
+        if of_residual is not None:
+            grad_residual = _residual_gradient(of_residual, ctx, grad_residual, mask)
     wanted = zip((norm.bias, norm.gamma, norm.beta), needs[2:5], strict=True)
     return grad_input, grad_weight, *(grad if needed else None for grad, needed in wanted), grad_residual
 
 
-def _shared(shared: SharedGradient, ctx: Any, grad: Tensor) -> Tensor | None:
-    """Adds a gradient of this block to those that wait. Returns the sum if no other reader will come."""
+def _residual_gradient(shared: SharedGradient, ctx: Any, grad: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Adds the gradient of the residual to what waits for it. Returns the sum if no other reader will come."""
     waiting = shared.take()
-    return shared.give(ctx, grad if waiting is None else waiting + grad)
+    if waiting is None:
+        return shared.give(ctx, grad, mask)
+    if mask is not None:  # the block adds its own input, whose gradient has come in between
+        grad = ops.add_waiting(torch.zeros_like(grad), grad, mask)
+    return shared.give(ctx, ops.add_waiting(grad, *waiting))
 
 
 def _gradients_by_operators(
-    ctx: Any, saved: tuple[Tensor, ...], g: Tensor, stepped: Gradients | None
+    ctx: Any, saved: tuple[Tensor, ...], g: Tensor, masks: bool, stepped: Gradients | None
 ) -> tuple[NormGradient, tuple[Tensor | None, Tensor | None]]:
     """Returns the gradient of the norm and those of the products. `stepped` has what a site has computed already."""
     kept, state, stored = Operands(*saved[:6]), NormState(*saved[7:11]), saved[11:]
     mask: Tensor | None = saved[6]
     # If y was not saved, its factors are 0, so any tensor of its shape can be passed.
     y: Any = stored if len(stored) > 1 else stored[0] if stored else g
-    norm = _norm_gradient(ctx, g, y, state, mask) if stepped is None else stepped.norm
+    norm = _norm_gradient(ctx, g, y, state, mask, masks) if stepped is None else stepped.norm
     activation = ctx.activation
     if norm.masked is not None:
         g, mask, activation = norm.masked, None, "none"
@@ -371,11 +378,11 @@ def _gradients_by_operators(
     return norm, backward_products(ctx, kept, BlockGradient(parts, norm.sums), ctx.needs_input_grad, begun)
 
 
-def _norm_gradient(ctx: Any, g: Tensor, y: Any, state: NormState, mask: Tensor | None) -> NormGradient:
-    """Returns the coefficients of the gradient of y and the gradients of the parameters."""
+def _norm_gradient(ctx: Any, g: Tensor, y: Any, state: NormState, mask: Tensor | None, masks: bool) -> NormGradient:
+    """Returns the coefficients of the gradient of y and the gradients of the parameters. With `masks` also gm."""
     activation, needs, pairs = ctx.activation, ctx.needs_input_grad, makes_pairs(ctx.layer)
     # For two copies the gradient is read twice more, so the derivative of a smooth activation is computed once and stored.
-    masks = (needs[5] and activation != "none") or (pairs and activation in ops.SMOOTH)
+    masks = masks or (pairs and activation in ops.SMOOTH)
     if ctx.by_batch:
         wants = {"want_bias": needs[2], "want_masked": masks, "want_sums": pairs}
         return batch_gradient(g, y, state, mask, activation, ctx.norm_eps, **wants)
