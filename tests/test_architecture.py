@@ -31,6 +31,7 @@ FLOORS = {
     "recipes": 2,
     "nn": 3,
     **dict.fromkeys(("convert", "lr_scaling", "inspect", "export"), 4),
+    "loading": 4,  # byteback.load, which finds the trainer by its name when it is called
     "__init__": 5,  # the public names show floors 0 to 4; the trainer and the command line are users of them
     **dict.fromkeys(("train", "bench"), 6),
     "report_page": 7,

@@ -4,6 +4,8 @@
 byteback train            trains a network in float32 and in int8 with the same seeds and data, and compares them
 byteback report           writes an HTML page about runs: table, curves, speed, memory, layers, gradients
 byteback eval             evaluates a checkpoint on the test images
+byteback predict          prints and saves the predictions of a trained network for images
+byteback export           writes a trained network to an ONNX file, and compares the file with it
 byteback recipes, models  lists the recipes, or the networks
 byteback bench step       times a training step of a network against PyTorch FP32 and bf16, with its parts and its memory
 byteback bench memory     measures the peak memory of training a network against PyTorch FP32, part by part
@@ -37,7 +39,7 @@ def main() -> None:
         from byteback.bench import detect, growth, inference, kernels, memory, step
         from byteback.inspect import doctor, verify
         from byteback.report_page import command as report
-        from byteback.train import config_file, data, evaluate, listing, side_by_side
+        from byteback.train import config_file, data, evaluate, export, listing, predict, side_by_side
         from byteback.train.config import TrainConfig
     except ImportError as error:
         sys.exit(f"byteback: {_NEEDS.format(name=error.name)}")
@@ -56,6 +58,8 @@ def main() -> None:
         "train": (TrainConfig, functools.partial(side_by_side.run, when_done=report.after_training)),
         "report": (report.ReportConfig, report.run),
         "eval": (evaluate.EvalConfig, evaluate.run),
+        "predict": (predict.PredictConfig, predict.run),
+        "export": (export.ExportConfig, export.run),
         "recipes": (listing.RecipesConfig, listing.recipes),
         "models": (listing.ModelsConfig, listing.model_names),
         "bench kernels": (kernels.KernelsConfig, kernels.run),

@@ -8,7 +8,7 @@ passes.py      changes of the graph, so that integers saturate as in training an
 check.py       compares a file with the model in onnxruntime
 """
 
-from byteback.export.check import Check, check
+from byteback.export.comparing import Check, check
 from byteback.export.onnx_file import export_onnx, float_bytes, onnx_bytes
 
 __all__ = ["Check", "check", "export_onnx", "float_bytes", "onnx_bytes"]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from byteback.convert import int8_layers, restore
+from byteback.convert.layers import int8_layers
+from byteback.convert.restore import restore
 from byteback.export import passes
 from byteback.export.twin import twin_of
 
@@ -41,8 +42,10 @@ def export_onnx(
     exact=True it has ConvInteger and our float expressions, and computes the same integers as the model. `example` is an input
     of the model, of which the batch size may be any; a model of `byteback.load` knows its own. docs/11-deploying.md.
     """
-    data = onnx_bytes(model, example, exact=exact, opset=opset, metadata=metadata)
-    _write(Path(path), data)
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise OSError(f"export_onnx: {path} could not be written: there is no folder {path.parent}. Create it.")
+    _write(path, onnx_bytes(model, example, exact=exact, opset=opset, metadata=metadata))
 
 
 def onnx_bytes(

@@ -184,7 +184,7 @@ def _folded(constants: Constants, input_scale: float) -> tuple[Tensor, Tensor, T
     A scale must be positive, so a negative factor changes the sign of the integers. Where the factor is so small that the bias
     would not fit into an int32, the scale is larger and the integers, which have hardly any effect, are rounded again.
     """
-    values, scale = constants.weight
+    values, scale = constants.weight.values, constants.weight.scale
     channels, rest = values.shape[0], (1,) * (values.dim() - 1)
     factors = scale.reshape(-1).double().expand(channels)
     factors = factors if constants.a is None else factors * constants.a.detach().double()
@@ -209,7 +209,7 @@ class Exact(Served):
 
     def __init__(self, constants: Constants, layer: Any, norm: Folded | None) -> None:
         super().__init__(constants, layer, norm)
-        values, scale = constants.weight
+        values, scale = constants.weight.values, constants.weight.scale
         self.is_linear = isinstance(layer, nn.Linear)
         self.keep("weight", values.t() if self.is_linear else values)
         self.column = (1, -1) if self.is_linear else (1, -1, *(1,) * (values.dim() - 2))

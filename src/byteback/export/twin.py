@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from byteback import ops
-from byteback.convert import restore
+from byteback.convert.restore import restore
 from byteback.export.served import KINDS, Constants, Folded, Served
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.fused.norm import given_coefficients
@@ -23,6 +23,8 @@ from byteback.quantize import CALL_SLOTS
 
 class Twin(nn.Module):
     """Calls the copy. Its counters start from zero in every call."""
+
+    model: Any
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

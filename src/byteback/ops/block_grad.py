@@ -18,7 +18,7 @@ from torch import Tensor
 from byteback.ops.backends.registry import Backend, backend_for
 from byteback.ops.checks import check_gate, check_kept, check_key, check_one, check_parts, check_tensor, check_vector
 from byteback.ops.quantize import check_clips
-from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, Quantized, tensors_of
+from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, QTensor, tensors_of
 
 
 def _backend_for(op: str, parts: GradientParts, *others: Tensor | None) -> Backend:
@@ -103,7 +103,7 @@ def normalize_grad(parts: GradientParts) -> Tensor:
     return _backend_for(op, parts).normalize_grad(parts)
 
 
-def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> Quantized:
+def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
     """Returns ops.quantize(dx, clip, key) with the dx of normalize_grad, which is not stored: values, scale, counts, max|dx|.
 
     >>> g, x, one = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]), torch.ones(2)
@@ -115,6 +115,22 @@ def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | No
     parts = check_parts(op, parts)
     clip, key = check_one(op, "clip", clip), check_key(op, key)
     return _backend_for(op, parts, clip, key).normalize_grad_quantize(parts, clip, key)
+
+
+def add_waiting(x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns x + g, or with the mask of an activation x + gm as in normalize_grad_sums, without writing gm.
+
+    >>> mask = torch.tensor([[1]], dtype=torch.uint8)
+    >>> add_waiting(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), mask).tolist()
+    [[4.0, 2.0]]
+    """
+    op = "add_waiting"
+    x, g = check_tensor(op, "x", x), check_tensor(op, "g", g)
+    if x.shape != g.shape:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)} and g {tuple(g.shape)}. Pass two gradients of one tensor.")
+    if mask is not None:
+        _, _, mask = check_gate(op, g, None, None, mask, "none")
+    return backend_for(op, x, g, mask).add_waiting(x, g, mask)
 
 
 # ---- several results from one reading --------------------------------------------------------------------------------
@@ -137,7 +153,7 @@ def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: T
 
 def normalize_grad_quantize_pair(
     parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
-) -> tuple[Quantized, Quantized]:
+) -> tuple[QTensor, QTensor]:
     """Returns quantize_pair(dx, ...) with the dx of normalize_grad, which is not stored.
 
     >>> g, one, nothing = torch.tensor([[1.0, -3.0]]), torch.ones(2), torch.zeros(2)
@@ -153,7 +169,7 @@ def normalize_grad_quantize_pair(
     return backend.normalize_grad_quantize_pair(parts, clip, clip_per_channel, key)
 
 
-def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, Quantized]:
+def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, QTensor]:
     """Returns clip = ratio · max|dx| of each channel, and ops.quantize(dx, clip, key). dx (normalize_grad) is not stored.
 
     >>> g, one, nothing = torch.tensor([[1.0, -4.0], [0.5, 2.0]]), torch.ones(2), torch.zeros(2)

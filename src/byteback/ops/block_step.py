@@ -10,17 +10,20 @@ bits. It also does so when a clip is searched, a direction is measured, or a ten
 
 A site has these methods. forward and backward return None and change nothing if they cannot run on these tensors.
 
-    forward(x, residual, tensors, momentum)
-        x          values, scale, clip and counts of the input
+    forward(x, clip, residual, tensors, momentum)
+        x          the int8 input, counted, and the clip that it was quantized with
         tensors    weight, gamma, beta, running mean and variance, iteration, then the buffers of the input's quantizer
         returns    y, the weight's values and scale, a, b, mean, invstd, peak, values, scale, counts, output, mask, kept, step,
                    centre; None for each that is not wanted
     places(saved)
         returns    the addresses of tensors, with which backward checks that the saved tensors are the same
-    backward(g, saved, places, tensors, want_masked, rank, counts_iteration)
+    can_add(g, mask)
+        returns    whether backward can add a gradient of this layout to grad_input
+    backward(g, saved, places, tensors, waiting, want_masked, rank, counts_iteration)
         saved      the values and scales of input and weight, two that may be None, the mask, a, b, mean, invstd and the saved
                    input of the norm with its step and centre
         tensors    seed, layer, count and iteration, then the buffers of one or two quantizers
+        waiting    None, or a gradient and a mask or None; grad_input contains it (ops.add_waiting)
         returns    whether the products are computed, the iteration, the two words of the noise key, and q, r, the gradients
                    of gamma and beta, the masked gradient, Σdx and Σdx², grad_input, grad_weight
 """

@@ -52,9 +52,7 @@ def load(
     if name not in NAMES:
         known = [*NAMES, "folder:PATH", "moving-items", "frames:PATH", "clips:PATH"]
         if Path(name).is_dir():
-            raise ValueError(
-                f"train: --data {name} is a folder; say how it is laid out: --data folder:{name} (docs/6-the-trainer.md)."
-            )
+            raise ValueError(f"train: --data {name} is a folder; for images in folders of classes use --data folder:{name}.")
         raise unknown("train", "data set", name, known)
     if name == "digits":
         return digits(image_size or 8)

@@ -56,32 +56,36 @@ def folder(path: Path, image_size: int, augment: bool, workers: int, skip: bool 
     plain = preprocess.transform()
     end = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(PHOTO_MEAN), list(PHOTO_STD))]
     random = v2.Compose([v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip(), *end])
-    note = ""
-    if _is_flat(path):
-        train = _split(path, path)
-        parts = _parted(train.targets)
-        samples = [[train.samples[index] for index in part] for part in parts]
-        note = (
-            f"The folder has no train and val, so {len(parts[1]):,} of its {len(train):,} images, one of {SPLIT_EVERY} of "
-            f"every class, are the test images; they are drawn with the seed {SPLIT_SEED}."
-        )
-    else:
-        train, tested = _two_splits(path)
-        samples = [train.samples, tested.samples]
-    every = [*samples[0], *samples[1]]
+    splits, classes, note = _listed(path)
+    every = [*splits[0], *splits[1]]
     good = scan.usable(f"folder:{path}", [Path(file) for file, _ in every], workers, skip)
     kept = [sample for sample, is_good in zip(every, good, strict=True) if is_good]
-    count = sum(good[: len(samples[0])])
+    count = sum(good[: len(splits[0])])
     if not 0 < count < len(kept):
-        raise ValueError(f"folder:{path}: no {'training' if count == 0 else 'test'} image can be read.")
+        raise ValueError(f"folder:{path}: no image of the {'training' if count == 0 else 'test'} split can be read.")
     return Data(
-        *(f"folder:{path}", len(train.classes), image_size, 3),
+        *(f"folder:{path}", len(classes), image_size, 3),
         FromDisk(_Images(kept[:count], random if augment else plain), workers, stacked),
         FromDisk(_Images(kept[count:], plain), workers, stacked),
-        names=tuple(train.classes),
+        names=tuple(classes),
         preprocess=preprocess,
         note=note,
     )
+
+
+def _listed(path: Path) -> tuple[tuple[list[Any], list[Any]], list[str], str]:
+    """Returns (file, label) of the images of both splits, the classes, and what to say about the splits."""
+    if not _is_flat(path):
+        train, test = _two_splits(path)
+        return (train.samples, test.samples), train.classes, ""
+    whole = _split(path, path)
+    held = _drawn(whole.targets)
+    note = (
+        f"The folder has no train and val, so {len(held):,} of its {len(whole):,} images, one of {SPLIT_EVERY} of every class, "
+        f"are the test images; they are drawn with the seed {SPLIT_SEED}."
+    )
+    parts = ([sample for number, sample in enumerate(whole.samples) if (number in held) == tests] for tests in (False, True))
+    return (next(parts), next(parts)), whole.classes, note
 
 
 def _is_flat(path: Path) -> bool:
@@ -90,15 +94,14 @@ def _is_flat(path: Path) -> bool:
     return len(folders) > 1 and not any(name in _SPLITS for name in folders)
 
 
-def _parted(targets: list[int]) -> tuple[list[int], list[int]]:
-    """Returns the indices of the training and the test images of a flat folder."""
-    labels, test = np.asarray(targets), []
+def _drawn(targets: list[int]) -> set[int]:
+    """Returns the numbers of the test images of a flat folder."""
+    labels, test = np.asarray(targets), set()
     for label in np.unique(labels):
         own = np.flatnonzero(labels == label)
-        drawn = np.argsort(draws.bits(SPLIT_SEED, 0, own)[:, 0], kind="stable")
-        test += own[drawn[: len(own) // SPLIT_EVERY]].tolist()
-    held = set(test)
-    return [index for index in range(len(labels)) if index not in held], sorted(test)
+        order = np.argsort(draws.bits(SPLIT_SEED, 0, own)[:, 0], kind="stable")
+        test.update(own[order[: len(own) // SPLIT_EVERY]].tolist())
+    return test
 
 
 def _split(path: Path, where: Path) -> Any:

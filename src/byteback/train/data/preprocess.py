@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from byteback.train.data import pictures
+
 PHOTO_MEAN, PHOTO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 CLIP_MEAN, CLIP_STD = (0.43216, 0.394666, 0.37645), (0.22803, 0.22145, 0.216989)  # Kinetics', as torchvision's networks use
 
@@ -36,6 +38,7 @@ class Preprocess:
     white: float = 255.0
     frames: int = 0
     stride: int = 1
+    network_channels: int = 0  # of the network: a grey image is repeated; 0 for no change
 
     def as_data(self) -> dict[str, Any]:
         """Returns plain data, which `from_data` reads."""
@@ -58,6 +61,15 @@ class Preprocess:
 
     def __call__(self, image: Any) -> Tensor:
         """Returns the input of the network for one image or clip, without a batch axis."""
+        made = self._made(image)
+        return made if made.shape[0] >= self.network_channels else made.expand(self.network_channels, *made.shape[1:])
+
+    def _made(self, image: Any) -> Tensor:
+        if self.kind == "none":
+            raise ValueError(
+                "preprocess: it is unknown how the network's images were made: its data set has no image files, or the "
+                "checkpoint is of an earlier version. Make the input yourself."
+            )
         if self.kind == "clip":
             return self._clip(image)
         if self.kind == "photo":
@@ -99,13 +111,10 @@ def _opened(image: Any, channels: int) -> Any:
 
     mode = "L" if channels == 1 else "RGB"
     if isinstance(image, (str, Path)):
-        try:
-            with Image.open(image) as file:
-                return file.convert(mode)
-        except FileNotFoundError as error:
-            raise ValueError(f"{image}: no such image.") from error
-        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises a SyntaxError for a broken PNG
-            raise ValueError(f"{image} cannot be read as an image: {error}.") from error
+        if not Path(image).is_file():
+            raise ValueError(f"{image}: no such image.")
+        opened = pictures.read(image)
+        return opened if mode == "RGB" else opened.convert(mode)
     if isinstance(image, Image.Image):
         return image.convert(mode)
     array = np.asarray(image)
