@@ -50,6 +50,7 @@ WITHOUT_CIRCLES = ["convert", "inspect", "train", "bench", "report_page", "model
 CORE_MAY_IMPORT = {"byteback", "torch", "numpy", *sys.stdlib_module_names}
 # Optional, so only inside the function that needs it.
 LAZY = {"tables": {"rich"}, "torchvision_compat": {"torchvision"}, "models": {"torchvision"}}
+KERNELS = "ops/backends/triton/kernels"  # imported when the first tensor of a GPU arrives, and Triton with them
 LONGEST_FILE = 400
 MAY_BE_LONGER = 0.1  # of all files: "most files", and one kernel may deserve more
 
@@ -196,6 +197,7 @@ def test_core_floors_import_torch_numpy_and_the_standard_library_only() -> None:
         for item in found_in(file):
             package = item.module.split(".")[0]
             lazily_fine = package in LAZY.get(room(file), set()) and not item.top_level
+            lazily_fine |= package == "triton" and KERNELS in file.as_posix()
             if package not in CORE_MAY_IMPORT and not lazily_fine:
                 offences.append(f"{where(file, item.line)}: imports {item.module}")
     assert not offences, "\n" + "\n".join(offences)
