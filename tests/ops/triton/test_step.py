@@ -22,13 +22,13 @@ ALWAYS = DirectionSensitive(period=3, band=1.0, search_when_saturated=1e-9)
 LITERAL = DirectionSensitive(period=2, search_after_zero=None, tie=None, search_when_saturated=None)
 
 
-def steps_of(rule: DirectionSensitive, per: str, bad: int) -> list[Tensor]:
+def steps_of(rule: DirectionSensitive, per: str, bad: int, count: int = 6) -> list[Tensor]:
     """The results and the state after each of a few gradients: one is zero, one large, one has NaN."""
     setting = TensorRule(clip=rule, rounding="stochastic", per=per)
     settings = Settings(setting, "grad_output", "layer", "skip", 3, 0.1, by_channel=per == "K")
     own, nonfinite, seen = Quantizer(rule.entries(C if per == "K" else 1), False), torch.zeros((), dtype=torch.int64), []
     draw = torch.Generator().manual_seed(1)
-    for step in range(6):
+    for step in range(count):
         x = torch.randn(2, C, 5, 7, generator=draw) * torch.exp(torch.randn(2, C, 5, 7, generator=draw))
         x = x.contiguous(memory_format=torch.channels_last) * (0.0 if step == 1 else 4.0 if step == 2 else 1.0)
         if step == bad:
@@ -39,10 +39,19 @@ def steps_of(rule: DirectionSensitive, per: str, bad: int) -> list[Tensor]:
     return seen
 
 
+def test_a_search_has_the_state_of_the_reference() -> None:
+    """The first step searches on the coarse and the fine grid."""
+    rule = DirectionSensitive(period=2)
+    with byteback.path("reference"), deferring():
+        expected = steps_of(rule, "tensor", bad=-1, count=1)
+    with interpreting():
+        assert_same_bits(steps_of(rule, "tensor", bad=-1, count=1), expected)
+
+
 @pytest.mark.parametrize(
     ("rule", "per"),
     [
-        pytest.param(DirectionSensitive(period=2), "tensor", id="period 2"),
+        pytest.param(DirectionSensitive(period=2), "tensor", id="period 2", marks=pytest.mark.slow),
         pytest.param(ALWAYS, "tensor", id="refit and stale", marks=pytest.mark.slow),
         pytest.param(LITERAL, "tensor", id="literal", marks=pytest.mark.slow),
         pytest.param(DirectionSensitive(period=3, hold="clip"), "tensor", id="hold the clip", marks=pytest.mark.slow),
