@@ -19,6 +19,7 @@ from byteback.ops.backends.triton.block import (
     pack_norm,
 )
 from byteback.ops.backends.triton.block_grad import (
+    add_waiting,
     normalize_grad,
     normalize_grad_batch,
     normalize_grad_quantize,
@@ -45,6 +46,7 @@ from byteback.ops.backends.triton.statistics import (
 
 __all__ = [
     "absmax",
+    "add_waiting",
     "channel_cosine_terms",
     "channel_stats",
     "conv_normalize",

@@ -17,6 +17,8 @@ from byteback.ops.backends.triton.quantize import new_counts
 from byteback.ops.backends.triton.statistics import fold, new_part, sums_grid, tile
 from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, QTensor
 
+add_waiting = reference.add_waiting
+
 _GATES = {"none": 0, "relu": 2, "relu6": 3}
 
 
