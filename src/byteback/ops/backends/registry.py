@@ -70,9 +70,10 @@ def _elsewhere(op: str, tensors: tuple[Tensor | None, ...]) -> Backend:
     same_device(op, tensors)
     first = tensors[0]
     assert first is not None
-    if first.is_cpu or first.is_neg() or (not first.numel() and first.device.type not in _BY_DEVICE):
-        return reference
-    return _of_device(first.device)
+    if first.device.type in _BY_DEVICE:
+        return _BY_DEVICE[first.device.type]
+    unreadable = not first.numel() or any(tensor is not None and tensor.is_neg() for tensor in tensors)
+    return reference if first.is_cpu or unreadable else _of_device(first.device)
 
 
 def _of_device(device: Any) -> Backend:
