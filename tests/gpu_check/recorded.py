@@ -31,7 +31,8 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.kernel.__module__.rpartition('.')[2]}.{self.kernel.__name__}"
+        function = self.kernel.fn  # a kernel that is interpreted has no name of its own
+        return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
 
 
 _TYPES = {

@@ -30,7 +30,12 @@ def residual(kind: str, draw: torch.Generator) -> Tensor | QTensor | None:
 
 @pytest.mark.parametrize(
     ("activation", "added", "keep"),
-    [("none", "int8", None), ("relu", "float", "int8"), ("relu", "no", "bfloat16"), ("relu6", "no", None)],
+    [
+        pytest.param("none", "int8", None, marks=pytest.mark.slow),
+        ("relu", "float", "int8"),
+        pytest.param("relu", "no", "bfloat16", marks=pytest.mark.slow),
+        ("relu6", "no", None),
+    ],
 )
 def test_the_passes_of_a_block_equal_the_reference(activation: str, added: str, keep: str | None) -> None:
     draw = torch.Generator().manual_seed(0)

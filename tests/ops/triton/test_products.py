@@ -28,7 +28,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "varies"), [*((case, True) for case in CASES), ("3x3", False)])
+SLOW = ("three axes", "depthwise, three axes", "stride 3, dilation, groups")  # so many taps take the interpreter seconds
+
+
+@pytest.mark.parametrize(
+    ("case", "varies"),
+    [*(pytest.param(case, True, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES), ("3x3", False)],
+)
 def test_products_equal_the_reference(case: str, varies: bool) -> None:
     x_size, w_size, stride, padding, dilation, groups, last = CASES[case]
     draw = torch.Generator().manual_seed(1)
