@@ -42,7 +42,7 @@ fuzz: $(STAMP) ## 10,000 drawn cases of every operator against an oracle; ARGS='
 sanitize: $(STAMP) ## kernel and block tests under ASan and UBSan, kernels in many threads under TSan (a quarter of an hour)
 	PYTHONPATH=tests $(BIN)/python -m sanitize $(ARGS)
 
-gpu-check: $(STAMP) ## kernels of GPUs, without a GPU: compiled for every target, and run in Triton's interpreter (some minutes)
+gpu-check: $(STAMP) ## kernels of GPUs, without a GPU: compiled for every target, run as PTX on the CPU and in Triton's interpreter (some minutes)
 	PYTHONPATH=tests $(BIN)/python -m gpu_check $(ARGS)
 
 CPP := $(shell find csrc tests/sanitize \( -name '*.h' -o -name '*.cpp' \))
