@@ -89,7 +89,7 @@ bool cosine_agrees(const Tensor& t, bool stochastic) {
 
 bool forward_agrees(const Tensor& t, Activation activation) {
     return agree([&](Results& to, bool own) {
-        const Forward from{t.rows, t.channels, t.x.data(), t.vectors(0), t.vectors(1), t.g.data(), nullptr, 0.0f, activation};
+        const Forward from{t.rows, t.channels, t.x.data(), t.vectors(0), t.vectors(1), t.g.data(), 0.0f, activation};
         const std::vector<f32> step(static_cast<size_t>(t.channels), 0.05f);
         const size_t masks = static_cast<size_t>(t.rows * mask_width(t.channels));
         const Outcome outcome{to.room<f32>(t.count()),
@@ -105,7 +105,7 @@ bool forward_agrees(const Tensor& t, Activation activation) {
         *to.room<f32>(1) = BYTEBACK_EITHER(normalize_peak, from, 1);
         Outcome words{};
         words.kept = to.room<u16>(t.count()), words.kind = Stored::bf16, words.pitch = t.channels;
-        BYTEBACK_EITHER(pack_norm, t.rows, t.channels, t.x.data(), words, 1);
+        BYTEBACK_EITHER(pack_norm, t.rows, t.channels, t.x.data(), Stored::f32, words, 1);
     });
 }
 
@@ -135,7 +135,7 @@ bool statistics_agree(const Tensor& t) {
         const size_t n = static_cast<size_t>(t.channels);
         f64 *total = to.room<f64>(n), *squares = to.room<f64>(n);
         f32 *low = to.room<f32>(n), *high = to.room<f32>(n);
-        BYTEBACK_EITHER(channel_stats, t.rows, t.channels, t.x.data(), total, squares, low, high, 1);
+        BYTEBACK_EITHER(channel_stats, t.rows, t.channels, t.x.data(), Stored::f32, total, squares, low, high, 1);
         const std::vector<f32> clips(n, 3.0f);
         s64 *each = to.room<s64>(n), *all = to.room<s64>(n);
         BYTEBACK_EITHER(tail_count_pair, t.rows, t.channels, t.x.data(), clips.data(), 2.0f, each, all, 1);

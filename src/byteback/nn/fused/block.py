@@ -53,6 +53,7 @@ from byteback.quantize import BlockGradient, QTensor
 
 if TYPE_CHECKING:
     from byteback.nn.layers.layer import Int8Layer
+    from byteback.recipes import Recipe
 
 Stage = Literal["conv", "norm", "add", "activation"]
 _READERS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other", "feeds_add")
@@ -87,9 +88,10 @@ class Block:
         readers: dict[str, Any] = {name: any(getattr(other, name) for other in others) for name in _READERS}
         return replace(self, **readers, consumers=tuple(dict.fromkeys(name for other in others for name in other.consumers)))
 
-    def bound(self, modules: Sequence[nn.Module], residual_memory: str) -> Block:
-        """Returns the block with its modules. A residual is read as a float tensor, unless the recipe stores it as int8."""
-        feeds_other = self.feeds_other or (self.feeds_add and residual_memory != "int8")
+    def bound(self, modules: Sequence[nn.Module], recipe: Recipe) -> Block:
+        """Returns the block with its modules. A residual is read as a float32 tensor, unless the recipe has a smaller form."""
+        in_float32 = recipe.residual_memory == "float32" and recipe.stream == "float32"
+        feeds_other = self.feeds_other or (self.feeds_add and in_float32)
         return replace(self, feeds_other=feeds_other, swallowed=tuple(modules))
 
 
@@ -160,6 +162,7 @@ class FusedBlock(Function):
         else:
             source = _by_operators(ctx, x, weight, bias, residual, stages, backs, with_grad)
             ctx.site = None
+        source.release()
         source.join_floats = call.block.join_feeds_other
         sources.append(source)
         # An inference tensor has no version counter, so a write after which its int8 copy is wrong would go unnoticed.
@@ -192,7 +195,7 @@ def _prediction(
     operands = output_operands(x, weight, call.layer, call.slot)
     a, b = norm_as_given(call.layer, stages.norm, bias, weight)
     added = residual_of(residual, call.layer)
-    spec = OutputSpec(call.size, call.strides, block.feeds_other or block.feeds_pool)
+    spec = OutputSpec(call.size, call.strides, _reads_floats(call))
     source = PredictionSource(operands, call.products, a, b, added, stages.activation, spec)
     source.join_floats = block.join_feeds_other
     sources.append(source)
@@ -249,6 +252,19 @@ def _stepped(ctx: Any, site: Any, stages: Stages, copy: Int8Copy, added: Tensor 
     return source
 
 
+def _reads_floats(call: Call) -> bool:
+    """Whether somebody reads the result as floats: not only convolutions."""
+    block = call.block
+    return block.feeds_other or block.feeds_pool or (block.feeds_add and call.layer.recipe.residual_memory == "float32")
+
+
+def _travels_rounded(stages: Stages) -> bool:
+    """Whether the result is stored as bfloat16: of what reads floats, there are only other blocks, which add it."""
+    block, recipe = stages.call.block, stages.call.layer.recipe
+    only_added = not (block.feeds_other or block.feeds_pool or block.feeds_join)
+    return recipe.stream == "bfloat16" and stages.by_batch and only_added and _reads_floats(stages.call)
+
+
 class _Wanted(NamedTuple):
     """What a block computes in its forward pass, for its readers and for backward."""
 
@@ -257,7 +273,9 @@ class _Wanted(NamedTuple):
     join_int8: bool
     y: bool = False  # backward needs the convolution's output
     mask: bool = False  # backward needs the activation's mask
-    keep: str | None = None  # the form in which y is saved, if not as float32
+    keep: str | None = None  # the form in which y is saved, if not as it is
+    y_dtype: torch.dtype = torch.float32  # of the convolution's output
+    dtype: torch.dtype = torch.float32  # of the floats
 
 
 def _wanted(stages: Stages, backs: bool, needs_gamma: bool) -> _Wanted:
@@ -266,13 +284,19 @@ def _wanted(stages: Stages, backs: bool, needs_gamma: bool) -> _Wanted:
     # In training the clip is the maximum of the batch, which is known now. In eval it is the clip of the reader.
     own_clip = layer.training and recipe.input == SHARED_RULE
     int8 = own_clip and (block.feeds_conv or (block.feeds_add and recipe.residual_memory == "int8"))
-    reads = int8, block.feeds_other or block.feeds_pool, block.join_feeds_conv and own_clip
+    reads = int8, _reads_floats(stages.call), block.join_feeds_conv and own_clip
+    rounds = recipe.stream == "bfloat16" and stages.by_batch and layer.runs_int8("output")
+    dtypes: dict[str, Any] = {
+        "y_dtype": torch.bfloat16 if rounds else torch.float32,
+        "dtype": torch.bfloat16 if _travels_rounded(stages) else torch.float32,
+    }
     if not backs:
-        return _Wanted(*reads)
+        return _Wanted(*reads, **dtypes)
     y = stages.by_batch or needs_gamma or stages.activation not in MONOTONE
-    keep = recipe.norm_memory if stages.by_batch and recipe.norm_memory != "float32" else None
+    as_it_is = "bfloat16" if rounds else "float32"
+    keep = recipe.norm_memory if stages.by_batch and recipe.norm_memory not in ("float32", as_it_is) else None
     masks = stages.activation in WITH_MASK
-    return _Wanted(*reads, y, masks and (stages.residual is not None or not y or keep is not None), keep)
+    return _Wanted(*reads, y, masks and (stages.residual is not None or not y or keep is not None), keep, **dtypes)
 
 
 def _by_batch(
@@ -285,10 +309,11 @@ def _by_batch(
     call, norm, activation = stages.call, stages.norm, stages.activation
     assert norm is not None
     wants: dict[str, Any] = {"want_int8": wanted.int8, "want_float": wanted.floats, "want_mask": wanted.mask}
-    wants["keep"] = wanted.keep
+    wants |= {"keep": wanted.keep, "output_dtype": wanted.dtype}
     if isinstance(product, Tensor):
         y, made = product, ops.normalize_batch(product, norm, added, activation, **wants)
     else:
+        wants["y_dtype"] = wanted.y_dtype
         y, made = call.products.normalized_output(*product, norm, added, activation, **wants)
     state = made.norm
     assert state is not None
