@@ -31,8 +31,10 @@ setup: $(STAMP) ## create or refresh .venv
 demo: $(STAMP) ## train a small network in float and in int8, side by side, and make a page of it (under two minutes)
 	$(BIN)/byteback train --config configs/demo.toml $(ARGS)
 
+# One process per core: most tests are small and run in one thread. Threads that wait must sleep, or the processes slow each other
+# down; a file stays in one process, which shares what its fixtures make. ARGS='-n0 --pdb' runs all in one process.
 test: $(STAMP) ## unit tests and docstring examples; more by ARGS='-m slow' or ARGS='-m convergence'
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 fuzz: $(STAMP) ## 10,000 drawn cases of every operator against an oracle; ARGS='--seed 7 --cases 500' draws others
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)

@@ -50,7 +50,9 @@ def _pair(x: np.ndarray, made: tuple[Any, ...], words: Any, want_one: bool) -> t
 
 
 def _numbers(value: Any) -> Any:
-    """A Paired or Clips as nested tuples."""
+    """A Paired or Clips as nested tuples; an int8 copy as values and scale."""
+    if isinstance(value, ops.QTensor):
+        return tuple(value[:2])
     return tuple(_numbers(part) for part in value) if isinstance(value, tuple) else value
 
 

@@ -54,7 +54,7 @@ def test_forward_agrees(shape: tuple[int, ...], activation: str) -> None:
             result = agree(lambda args=args, f=want_float, m=want_mask: ops.normalize(*args, want_float=f, want_mask=m))
             assert (result.output is not None) == want_float
             assert (result.mask is not None) == (want_mask and activation in ("none", "relu", "relu6"))
-            assert (result.values is None) == (clip is None)
+            assert (result.q is None) == (clip is None)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 3, 0, 4), (0, 5), (2, 0, 4, 4)], ids=str)
@@ -65,7 +65,7 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
     assert agree(lambda: ops.normalize_peak(x, vector, vector, None, "relu")).item() == 0.0
     clip = torch.tensor(2.0)
     result = agree(lambda: ops.normalize(x, vector, vector, x, "relu", clip, want_float=True, want_mask=True))
-    assert result.values.shape == result.output.shape == shape and result.counts.tolist() == [0, 0]
+    assert result.q.values.shape == result.output.shape == shape and result.q.counts.tolist() == [0, 0]
     total, dot, _, masked = agree(lambda: ops.normalize_grad_sums(x, x, vector, vector, result.mask, "relu", want_masked=True))
     assert total.tolist() == dot.tolist() == [0.0] * shape[1] and masked.shape == shape
     full = ops.GradientParts(x, x, vector, vector, None, "silu", vector, vector, vector)
@@ -121,7 +121,7 @@ def test_a_part_of_a_wider_tensor_has_the_same_bits_and_nothing_else_is_touched(
             with paths.path(path):
                 made = ops.normalize(*args, want_float=True, want_mask=True, keep="bfloat16", into=into)
             assert same(made, expected)
-            for tensor, own in ((values, expected.values), (output, expected.output)):
+            for tensor, own in ((values, expected.q.values), (output, expected.output)):
                 assert same(tensor[:, inner].contiguous(), own.contiguous())  # type: ignore[union-attr]
                 assert (tensor[:, :before] == 99).all() and (tensor[:, before + channels :] == 99).all()
 
@@ -210,7 +210,7 @@ def test_values_are_those_of_quantize(shape: tuple[int, ...], activation: str) -
     for clip in (torch.tensor(3.0), torch.tensor(2.0**-101), torch.tensor(math.inf), torch.tensor(math.nan)):
         result = ops.normalize(x, a, b, residual, activation, clip, want_float=True, want_mask=False)
         values, scale, counts, _ = ops.quantize(result.output, clip.reshape(1, 1, 1, 1))
-        assert same((result.values, result.scale, result.counts), (values, scale, counts))
+        assert same((result.q.values, result.q.scale, result.q.counts), (values, scale, counts))
 
 
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])

@@ -56,7 +56,7 @@ def integers(shape: tuple[int, ...], seed: int, last: bool, least: int = -127) -
 
 
 def bits(made: Any) -> list[Any]:
-    fields = (made.values, made.scale, made.output, made.counts)
+    fields = (*(made.q or (None,) * 4), made.output)
     return [f if f is None or f.dtype != torch.float32 else f.contiguous().view(torch.int32) for f in fields]
 
 
@@ -107,7 +107,7 @@ def test_it_writes_into_a_part_of_a_wider_tensor_and_counts_what_is_not_finite(n
     b[3], b[5] = float("nan"), float("inf")
     y = ops.conv_int8(x, one, w, one, *geometry)
     expected = ops.normalize(y, a, b, None, "relu", torch.tensor(0.5), want_float=True, want_mask=False)
-    assert int(expected.counts[1]) == 2 * y.numel() // k  # type: ignore[index]
+    assert int(expected.q.counts[1]) == 2 * y.numel() // k  # type: ignore[index]
     for path in NATIVE:
         wide = (y.shape[0], *y.shape[2:], k + 7)
         values, output = torch.full(wide, 99, dtype=torch.int8).movedim(-1, 1), torch.full(wide, 99.0).movedim(-1, 1)
@@ -116,7 +116,8 @@ def test_it_writes_into_a_part_of_a_wider_tensor_and_counts_what_is_not_finite(n
             made = ops.conv_normalize(
                 x, one, w, one, geometry, a, b, None, "relu", torch.tensor(0.5), want_float=True, into=into
             )
-        assert torch.equal(made.counts, expected.counts) and torch.equal(values[:, 4 : 4 + k], expected.values)  # type: ignore
+        assert torch.equal(made.q.counts, expected.q.counts)  # type: ignore
+        assert torch.equal(values[:, 4 : 4 + k], expected.q.values)  # type: ignore
         torch.testing.assert_close(output[:, 4 : 4 + k], expected.output, rtol=0, atol=0, equal_nan=True)
         for tensor in (values, output):
             assert (tensor[:, :4] == 99).all() and (tensor[:, 4 + k :] == 99).all()

@@ -75,7 +75,7 @@ def both_steps(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, geometry:
 def flat(y: Tensor, made: Any, norm: BatchNorm) -> list[Tensor | None]:
     kept = made.kept or ()
     assert norm.running is not None
-    return [y, *made.norm, *made[:5], *kept, *norm.running]
+    return [y, *made.norm, *(made.q or (None,) * 3)[:3], *made[1:3], *kept, *norm.running]
 
 
 def check_equal(one: list[Tensor | None], other: list[Tensor | None]) -> None:
@@ -127,7 +127,7 @@ def test_a_scale_that_is_nan_is_seen() -> None:
     _, expected = both_steps(*given, norm, **WANTS)
     _, made = conv_normalize_batch(*given, norm, None, "relu6", **WANTS)
     assert made.norm.peak.isnan() and expected.norm.peak.isnan()
-    assert made.norm.mean.isnan().all() and torch.equal(made.counts, expected.counts)  # type: ignore[arg-type]
+    assert made.norm.mean.isnan().all() and torch.equal(made.q.counts, expected.q.counts)  # type: ignore[arg-type]
 
 
 def test_the_reference_and_an_empty_batch() -> None:

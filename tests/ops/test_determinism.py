@@ -49,7 +49,7 @@ PARTS = ops.GradientParts(F4, F4, *V[:2], None, "relu6", *V[2:])
 
 
 def _flat(batch: Any) -> tuple[Any, ...]:
-    return (*batch.norm, *batch[:6])
+    return (*batch.norm, *batch[:4])
 
 
 def _product(y: Tensor, batch: Any) -> tuple[Any, ...]:

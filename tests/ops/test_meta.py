@@ -45,7 +45,7 @@ def test_a_slice_of_a_wider_tensor_is_what_is_returned() -> None:
     assert normalize(x, a, b, None, "relu", None, want_float=True, want_mask=False, into=into).output is into.output
     operands = on_meta((Q, ONE, W, ONE))
     made = conv_normalize(*operands, FLAT, a, b, None, "relu", SINGLE.to("meta"), want_float=False)
-    assert made.values is not None and made.values.shape == X.shape and made.output is None
+    assert made.q is not None and made.q.values.shape == X.shape and made.output is None
 
 
 def test_pools_keep_their_shapes() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from byteback.ops.quantizer import COLUMNS, NONFINITE, State
 from byteback.ops.refusals import ITERATION, MET, ORDER, REFUSED, VALUES, Unless, counted, filled, first, flag, judged
+from byteback.ops.types import QTensor
 from byteback.quantize import Settings, TensorRule
 
 NAN = float("nan")
@@ -27,15 +28,15 @@ def fresh_state(device: str = "cpu") -> State:
     return State(zeros(8, 2), zeros(8), updated_at, zeros(8, COLUMNS), zeros(8), zeros(8, 2), nonfinite, unshared)
 
 
-def integers(device: str = "cpu") -> tuple[Tensor, Tensor]:
-    return torch.full((2, 2), 5, dtype=torch.int8, device=device), torch.full((1, 1), 0.5, device=device)
+def integers(device: str = "cpu") -> QTensor:
+    return QTensor(torch.full((2, 2), 5, dtype=torch.int8, device=device), torch.full((1, 1), 0.5, device=device))
 
 
 @pytest.mark.parametrize(("policy", "scale"), [("raise", 1.0), ("skip", 1.0), ("propagate", NAN)])
 def test_a_bad_tensor_counts_as_zeros(policy: str, scale: float) -> None:
     state = fresh_state()
     q = integers()
-    values, found = judged(q, torch.tensor(3), torch.tensor(7), state, settings(policy), remember=True)
+    values, found = judged(q, torch.tensor(3), torch.tensor(7), state, settings(policy), remember=True)[:2]
     assert not values.any() and torch.equal(found.nan_to_num(-1.0), torch.full((1, 1), scale).nan_to_num(-1.0))
     assert q[0].all(), "other layers may read the same integers"
     column = state.unshared[:, NONFINITE].tolist()
@@ -46,7 +47,7 @@ def test_a_bad_tensor_counts_as_zeros(policy: str, scale: float) -> None:
 
 def test_a_finite_tensor_is_left_alone() -> None:
     state = fresh_state()
-    values, scale = judged(integers(), torch.tensor(0), torch.tensor(7), state, settings("raise"), remember=True)
+    values, scale = judged(integers(), torch.tensor(0), torch.tensor(7), state, settings("raise"), remember=True)[:2]
     assert torch.equal(values, integers()[0]) and torch.equal(scale, integers()[1])
     assert not state.unshared.any() and int(state.nonfinite) == 0
 
@@ -54,7 +55,7 @@ def test_a_finite_tensor_is_left_alone() -> None:
 @pytest.mark.parametrize(("role", "counts"), [("input", 0), ("grad_output", 1)])
 def test_outside_training_only_gradients_count(role: str, counts: int) -> None:
     state = fresh_state()
-    _, scale = judged(integers(), torch.tensor(1), torch.tensor(7), state, settings("raise", role), remember=False)
+    scale = judged(integers(), torch.tensor(1), torch.tensor(7), state, settings("raise", role), remember=False).scale
     assert int(state.nonfinite) == counts and bool(state.unshared.any()) == bool(counts)
     assert bool(scale.isnan()) != bool(counts)
 
@@ -103,7 +104,7 @@ def test_nothing_is_looked_at() -> None:
     nonfinite = counted(torch.empty(4, 4, device="meta"))
     unless.put_back(nonfinite > 0)
     for policy in ("raise", "skip", "propagate"):
-        values, scale = judged(integers("meta"), nonfinite, now, state, settings(policy), remember=True)
+        values, scale = judged(integers("meta"), nonfinite, now, state, settings(policy), remember=True)[:2]
         assert values.is_meta and scale.is_meta
     flag(state.unshared, nonfinite, now)
     assert filled(integers("meta"), nonfinite, "skip")[0].shape == (2, 2)

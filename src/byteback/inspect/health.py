@@ -109,6 +109,7 @@ def _weight_health(name: str, layer: Int8Layer) -> RoleHealth:
     clip = settings.rule.clip.choose(weight, settings.axis(), Memory(weight.new_zeros(1), False, 0, 0)).clip
     assert clip is not None, "a rule that gets a tensor returns its clip"
     values, scale, counts, _ = ops.quantize(weight, clip)
+    assert counts is not None
     finite = not int(counts[1])
     deviation = deviation_of(*ops.dot_terms(weight, values, scale).tolist()) if finite else math.nan
     saturated = int(counts[0]) / max(weight.numel(), 1)

@@ -42,8 +42,8 @@ def quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: bool
     if source is not None:
         tracked = None if own_clip else _tracked_clip(layer, max(slot, 0))
         if own_clip or tracked is not None:
-            clip, x_q, counts = source.int8(tracked)
-            return numerics.input.adopt(x_q, clip, counts, lambda: materialize(x), settings, moment, numerics.nonfinite)
+            clip, x_q = source.int8(tracked)
+            return numerics.input.adopt(x_q, clip, lambda: materialize(x), settings, moment, numerics.nonfinite)
     x = materialize(x)
     if own_clip:
         return numerics.input.quantize(x, settings, moment, numerics.nonfinite)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators on tensors: integer products, quantization and statistics. They use no recipe and no module.
 
-A quantized tensor is a pair (values: int8, scale: float32). The shape of `scale` is the granularity.
+A quantized tensor is a `QTensor`: int8 values and a float32 scale, whose shape is the granularity.
 
 The names in `__all__` are public. These are stable between minor versions: quantize, quantize_max, noise_key, absmax, moments,
 tail_count, dot_terms, the conv_int8 functions and matmul_int8. They are PyTorch operators (torch.ops.byteback). The functions
@@ -18,6 +18,9 @@ but their parameters may change between minor versions. The submodules are not p
 """
 
 from __future__ import annotations
+
+import warnings
+from typing import Any
 
 from byteback.ops.activations import ACTIVATIONS, SMOOTH
 from byteback.ops.block import conv_normalize, conv_normalize_batch, normalize, normalize_batch, normalize_peak, pack_norm
@@ -53,9 +56,17 @@ from byteback.ops.types import (
     Into,
     Normalized,
     NormState,
-    Quantized,
+    QTensor,
     Residual,
 )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Quantized":
+        warnings.warn("byteback.ops.Quantized is deprecated: use byteback.QTensor.", DeprecationWarning, stacklevel=2)
+        return QTensor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "ACTIVATIONS",
@@ -65,7 +76,7 @@ __all__ = [
     "GradientParts",
     "Into",
     "Normalized",
-    "Quantized",
+    "QTensor",
     "Residual",
     "SMOOTH",
     "absmax",

@@ -78,14 +78,14 @@ def normalize(
 ) -> Normalized:
     """Computes y = activation(a·x + b + residual) in one pass: as int8 by `clip`, as float32, and its mask.
 
-    `clip` is one float32 number; None means no int8. values, scale and counts are those of ops.quantize(y, clip). Smooth
+    `clip` is one float32 number; None means no int8. q has values, scale and counts of ops.quantize(y, clip). Smooth
     activations have no mask (None): backward computes z again. `keep` also returns pack_norm(x, low, high, mean, keep) as
     `kept`, without reading x again. `into` has the tensors that values and output are written to: slices of wider tensors,
     for a concatenation.
 
     >>> x, one = torch.tensor([[1.0, -3.0]]), torch.ones(2)
     >>> result = normalize(x, one, one, None, "relu", torch.tensor(2.0), want_float=True, want_mask=True)
-    >>> result.values.tolist(), result.output.tolist(), result.mask.tolist(), result.counts.tolist()
+    >>> result.q.values.tolist(), result.output.tolist(), result.mask.tolist(), result.q.counts.tolist()
     ([[127, 0]], [[2.0, 0.0]], [[1]], [0, 0])
     """
     op = "normalize"
@@ -135,7 +135,7 @@ def conv_normalize(
 ) -> Normalized:
     """Computes normalize(conv_int8(x, x_scale, w, w_scale, *geometry), a, b, residual, activation, clip) in one pass.
 
-    geometry is stride, padding, dilation and groups. values, scale, output and counts are as in `normalize`.
+    geometry is stride, padding, dilation and groups. q and output are as in `normalize`.
 
     >>> x, w, one = torch.tensor([[[[3]]]], dtype=torch.int8), torch.tensor([[[[5]]]], dtype=torch.int8), torch.ones(1, 1, 1, 1)
     >>> flat = ((1, 1), (0, 0), (1, 1), 1)
@@ -180,7 +180,7 @@ def normalize_batch(
     >>> result = normalize_batch(
     ...     torch.tensor([[1.0], [3.0]]), norm, None, "relu", want_int8=True, want_float=True, want_mask=False
     ... )
-    >>> result.norm.peak.item(), result.output.tolist(), result.values.tolist()
+    >>> result.norm.peak.item(), result.output.tolist(), result.q.values.tolist()
     (1.0, [[0.0], [1.0]], [[0], [127]])
     """
     op = "normalize_batch"

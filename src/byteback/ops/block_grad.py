@@ -18,7 +18,7 @@ from torch import Tensor
 from byteback.ops.backends.registry import Backend, backend_for
 from byteback.ops.checks import check_gate, check_kept, check_key, check_one, check_parts, check_tensor, check_vector
 from byteback.ops.quantize import check_clips
-from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, Quantized, tensors_of
+from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, QTensor, tensors_of
 
 
 def _backend_for(op: str, parts: GradientParts, *others: Tensor | None) -> Backend:
@@ -103,7 +103,7 @@ def normalize_grad(parts: GradientParts) -> Tensor:
     return _backend_for(op, parts).normalize_grad(parts)
 
 
-def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> Quantized:
+def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
     """Returns ops.quantize(dx, clip, key) with the dx of normalize_grad, which is not stored: values, scale, counts, max|dx|.
 
     >>> g, x, one = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]), torch.ones(2)
@@ -137,7 +137,7 @@ def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: T
 
 def normalize_grad_quantize_pair(
     parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
-) -> tuple[Quantized, Quantized]:
+) -> tuple[QTensor, QTensor]:
     """Returns quantize_pair(dx, ...) with the dx of normalize_grad, which is not stored.
 
     >>> g, one, nothing = torch.tensor([[1.0, -3.0]]), torch.ones(2), torch.zeros(2)
@@ -153,7 +153,7 @@ def normalize_grad_quantize_pair(
     return backend.normalize_grad_quantize_pair(parts, clip, clip_per_channel, key)
 
 
-def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, Quantized]:
+def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, QTensor]:
     """Returns clip = ratio · max|dx| of each channel, and ops.quantize(dx, clip, key). dx (normalize_grad) is not stored.
 
     >>> g, one, nothing = torch.tensor([[1.0, -4.0], [0.5, 2.0]]), torch.ones(2), torch.zeros(2)

@@ -10,8 +10,8 @@ bits. It also does so when a clip is searched, a direction is measured, or a ten
 
 A site has these methods. forward and backward return None and change nothing if they cannot run on these tensors.
 
-    forward(x, residual, tensors, momentum)
-        x          values, scale, clip and counts of the input
+    forward(x, clip, residual, tensors, momentum)
+        x          the int8 input, counted, and the clip that it was quantized with
         tensors    weight, gamma, beta, running mean and variance, iteration, then the buffers of the input's quantizer
         returns    y, the weight's values and scale, a, b, mean, invstd, peak, values, scale, counts, output, mask, kept, step,
                    centre; None for each that is not wanted

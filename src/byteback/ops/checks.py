@@ -14,7 +14,7 @@ from torch import Tensor
 
 from byteback.ops.activations import ACTIVATIONS, TABLE
 from byteback.ops.contract.layout import channels_last, is_part
-from byteback.ops.types import BatchNorm, Extremes, GradientParts, Into, Kept, Residual, Running
+from byteback.ops.types import BatchNorm, Extremes, GradientParts, Into, Kept, QTensor, Residual, Running
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _float32 = torch.float32
@@ -77,9 +77,9 @@ def check_residual(op: str, residual: Residual, shape: Sequence[int]) -> Residua
     if isinstance(residual, Tensor):
         _check_like(op, "residual", residual, shape, (_float32, torch.bfloat16))
         return _dense(residual)
-    values, scale = residual
+    values, scale = residual[:2]
     _check_like(op, "residual", values, shape, (torch.int8,))
-    return _dense(values), check_one(op, "the residual's scale", scale)
+    return QTensor(_dense(values), check_one(op, "the residual's scale", scale))
 
 
 def check_into(op: str, into: Into | None, shape: Sequence[int], clip: Tensor | None, want_float: bool) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from byteback.ops.backends.registry import backend_for
 from byteback.ops.checks import check_float, check_key, check_one, check_tensor
 from byteback.ops.contract.geometry import whole
 from byteback.ops.dispatch import define, remembered
-from byteback.ops.types import Quantized
+from byteback.ops.types import QTensor
 
 _plans: dict[tuple[Any, ...], Any] = {}
 
@@ -43,12 +43,12 @@ def _check_key(op: str, key: Tensor | None) -> None:
         )
 
 
-def _quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> Quantized:
+def _quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> QTensor:
     _check_quantize(x, clip, key)
     return backend_for("quantize", x, clip, key).quantize(x, clip, key)
 
 
-def _quantize_fake(x: Tensor, clip: Tensor, key: Tensor | None) -> Quantized:
+def _quantize_fake(x: Tensor, clip: Tensor, key: Tensor | None) -> QTensor:
     _check_quantize(x, clip, key)
     return meta.quantize(x, clip, key)
 
@@ -105,7 +105,7 @@ _noise_key_operator = define(
 # ---- the functions of byteback.ops -----------------------------------------------------------------------------------
 
 
-def quantize(x: Tensor, clip: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize(x: Tensor, clip: Tensor, key: Tensor | None = None) -> QTensor:
     """Quantizes x: q = round(clamp(x * (127 / clip), ±127)), scale = clip / 127. Rounds stochastically with a noise key.
 
     Without a key it rounds to nearest. Returns the int8 values, the scale (in the shape of `clip`), the counts (|x| > clip,
@@ -116,7 +116,8 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None = None) -> tuple[Tensor
     >>> values.tolist(), counts.tolist(), peak.item()
     ([[-127, 6, 127]], [1, 0], 4.0)
     """
-    return _quantize_operator(x, clip, key)
+    made = _quantize_operator(x, clip, key)
+    return made if type(made) is QTensor else QTensor(*made)  # PyTorch's dispatcher returns a tuple
 
 
 def quantize_max(x: Tensor, axis: int = -1, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -154,7 +155,7 @@ def check_clips(
     return clip, per_channel.contiguous(), key
 
 
-def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[Quantized, Quantized]:
+def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[QTensor, QTensor]:
     """Returns quantize(x, clip, key) and quantize(x, clip_per_channel, key), with the same noise, in one pass over x.
 
     For recipes with one scale per tensor for grad_input and one per channel for grad_weight. This is a plain function for

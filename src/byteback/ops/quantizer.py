@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from byteback.ops.backends.registry import backend_of
 from byteback.ops.block_grad import normalize_grad
 from byteback.ops.dispatch import define
-from byteback.ops.types import GradientParts
+from byteback.ops.types import GradientParts, QTensor
 
 SATURATED, DEVIATION, OWN, CLIP, WORST_CHANNEL = range(5)
 """Columns of `State.observed`. OWN is the first diagnostic of the clip rule, if it has one; others follow from column 5 on."""
@@ -149,26 +149,27 @@ class Moment(NamedTuple):
     remember: bool
 
 
-def step(x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment) -> tuple[Tensor, Tensor]:
-    """Chooses the clip, quantizes x and updates the state. Returns int8 values and scale. `settings` is a quantize.Settings."""
+def step(x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment) -> QTensor:
+    """Chooses the clip, quantizes x and updates the state. `settings` is a quantize.Settings."""
     return backend_steps(x).step(x, state, settings, key, moment)
 
 
 def step_pair(
     x: Gradient, states: tuple[State, State], settings: tuple[Any, Any], key: Tensor | None, moment: Moment, want_first: bool
-) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]] | None:
+) -> tuple[QTensor | None, QTensor] | None:
     """`step` for a copy per tensor (if wanted) and one per channel. Returns None if their rules do not choose together."""
     return backend_steps(x).step_pair(x, states, settings, key, moment, want_first)
 
 
-def adopt(q: tuple[Tensor, Tensor], clip: Tensor, counts: Tensor, x: Any, state: State, settings: Any, moment: Moment) -> Any:
-    """Updates the state as `step` would, for integers that were computed with the clip max|x|. x() returns the float tensor."""
-    return backend_steps(q[0]).adopt(q, clip, counts, x, state, settings, moment)
+def adopt(q: QTensor, clip: Tensor, x: Callable[[], Tensor], state: State, settings: Any, moment: Moment) -> QTensor:
+    """Updates the state as `step` would, for integers that were computed with this clip, and counted. x() returns the float
+    tensor."""
+    return backend_steps(q.values).adopt(q, clip, x, state, settings, moment)
 
 
 def predict(
     x: Tensor, tracked: Tensor, seen: Tensor, iteration: Tensor, settings: Any, slot: int, per_sample: bool, ordinal_known: bool
-) -> tuple[Tensor, Tensor]:
+) -> QTensor:
     """Quantizes x by the tracked clip. Without one, the clip is the maximum per sample (or of the batch, for a gradient)."""
     return backend_steps(x).predict(x, tracked, seen, iteration, settings, slot, per_sample, ordinal_known)
 
@@ -178,7 +179,7 @@ def tracked_clip(tracked: Tensor, seen: Tensor, slot: int, ordinal_known: bool) 
     return backend_steps(tracked).tracked_clip(tracked, seen, slot, ordinal_known)
 
 
-def fresh(x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def fresh(x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> QTensor:
     """Quantizes a tensor without state, by a rule that depends only on the tensor.
 
     A backend that defers writes to `flags`, which has the shape of `State.unshared`. It is None outside training.
@@ -241,15 +242,20 @@ def settings_of(handle: int) -> Any:
     return _settings[handle]
 
 
-def shapes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+def shapes(x: Tensor, axis: int) -> QTensor:
     """Returns empty tensors for the integers and the scale of x."""
     scale = [x.shape[dim] if dim == axis else 1 for dim in range(x.dim())]
-    return torch.empty_like(x, dtype=torch.int8), x.new_empty(scale)
+    return QTensor(torch.empty_like(x, dtype=torch.int8), x.new_empty(scale))
 
 
-def _step_op(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _step_op(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *state, iteration, key, settings, slot, remember = rest
-    return step(x, State(*state), _settings[settings], key, Moment(iteration, slot, remember))
+    return _pair(step(x, State(*state), _settings[settings], key, Moment(iteration, slot, remember)))
+
+
+def _pair(q: QTensor) -> tuple[Any, ...]:
+    """Returns what an operator returns: values and scale."""
+    return q[:2]
 
 
 define(
@@ -257,18 +263,20 @@ define(
     "Tensor(e!) seen, Tensor(f!)? tracked, Tensor(g!) nonfinite, Tensor(h!) unshared, Tensor iteration, Tensor? key, "
     "int settings, int slot, bool remember) -> (Tensor, Tensor)",
     _step_op,
-    lambda x, *rest: shapes(x, _settings[rest[-3]].axis()),
+    lambda x, *rest: _pair(shapes(x, _settings[rest[-3]].axis())),
 )
 define(
     "quantize_tracked(Tensor x, Tensor tracked, Tensor seen, Tensor iteration, int settings, int slot, bool per_sample, "
     "bool ordinal_known) -> (Tensor, Tensor)",
-    lambda x, tracked, seen, iteration, settings, *rest: predict(x, tracked, seen, iteration, _settings[settings], *rest),
-    lambda x, tracked, seen, iteration, settings, slot, per_sample, ordinal_known: shapes(
-        x, 0 if per_sample else _settings[settings].axis()
+    lambda x, tracked, seen, iteration, settings, *rest: _pair(
+        predict(x, tracked, seen, iteration, _settings[settings], *rest)
+    ),
+    lambda x, tracked, seen, iteration, settings, slot, per_sample, ordinal_known: _pair(
+        shapes(x, 0 if per_sample else _settings[settings].axis())
     ),
 )
 define(
     "quantize_fresh(Tensor x, Tensor iteration, int settings) -> (Tensor, Tensor)",
-    lambda x, iteration, settings: fresh(x, iteration, _settings[settings]),
-    lambda x, iteration, settings: shapes(x, _settings[settings].axis()),
+    lambda x, iteration, settings: _pair(fresh(x, iteration, _settings[settings])),
+    lambda x, iteration, settings: _pair(shapes(x, _settings[settings].axis())),
 )

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from byteback.ops.quantizer import NONFINITE, NonFiniteError, State
+from byteback.ops.types import QTensor
 
 MET, REFUSED, VALUES, ITERATION, ORDER = range(5)
 """Rows of the column NONFINITE."""
@@ -63,9 +64,7 @@ def counted(x: Tensor) -> Tensor:
     return (~torch.isfinite(x)).sum()
 
 
-def judged(
-    q: tuple[Tensor, Tensor], nonfinite: Tensor, iteration: Tensor, state: State, settings: Any, remember: bool
-) -> tuple[Tensor, Tensor]:
+def judged(q: QTensor, nonfinite: Tensor, iteration: Tensor, state: State, settings: Any, remember: bool) -> QTensor:
     """Counts and flags a tensor with `nonfinite` NaN or Inf values. Returns its integers and scale by the policy."""
     # Outside training there is no step to skip and nothing to count: a prediction from NaN is NaN.
     policy = "propagate"
@@ -87,15 +86,14 @@ def flag(unshared: Tensor, nonfinite: Tensor, iteration: Tensor) -> None:
     rows.copy_(torch.where(is_first, torch.stack(found), rows))
 
 
-def filled(q: tuple[Tensor, Tensor], nonfinite: Tensor, policy: str) -> tuple[Tensor, Tensor]:
+def filled(q: QTensor, nonfinite: Tensor, policy: str) -> QTensor:
     """Returns new tensors: q, or zeros and the scale of the policy if `nonfinite` is not 0.
 
-    >>> filled((torch.tensor([[5]], dtype=torch.int8), torch.tensor([[0.1]])), torch.tensor(1), "skip")
+    >>> filled(QTensor(torch.tensor([[5]], dtype=torch.int8), torch.tensor([[0.1]])), torch.tensor(1), "skip")[:2]
     (tensor([[0]], dtype=torch.int8), tensor([[1.]]))
     """
-    values, scale = q
     bad = nonfinite > 0
-    return values.masked_fill(bad, 0), scale.masked_fill(bad, scale_of(policy))
+    return QTensor(q.values.masked_fill(bad, 0), q.scale.masked_fill(bad, scale_of(policy)), q.counts)
 
 
 class Unless:

@@ -15,14 +15,36 @@ from torch import Tensor
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 """stride, padding, dilation, groups"""
 
-Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
-"""values, scale, counts (saturated, non-finite), peak"""
+
+class QTensor(NamedTuple):
+    """int8 values and their scale: values * scale approximates the tensor that was quantized.
+
+    values  int8 in [-127, 127]
+    scale   float32, positive, of the same rank, with size 1 along the axes that share it, so its shape is the granularity
+    counts  int64: how many elements were saturated, and how many were NaN or Inf; None if nobody counted
+    peak    max|x| of the tensor that was quantized; None if it is not known
+
+    >>> import torch
+    >>> q = QTensor(torch.tensor([[127, -64]], dtype=torch.int8), torch.tensor([[0.5]]))
+    >>> q.dequantize().tolist()
+    [[63.5, -32.0]]
+    """
+
+    values: Tensor
+    scale: Tensor
+    counts: Tensor | None = None
+    peak: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """Returns values * scale in float32."""
+        return self.values.float() * self.scale
+
 
 Kept = Tensor | tuple[Tensor, Tensor, Tensor]
 """The input of a BatchNorm, saved for backward: float32, bfloat16, or (values int8, step (C,), centre (C,))."""
 
-Residual = Tensor | tuple[Tensor, Tensor] | None
-"""The tensor that is added before the activation: float32, or (values int8, scale), which means values · scale."""
+Residual = Tensor | QTensor | None
+"""The tensor that is added before the activation: float32, or int8 with one scale, which means values · scale."""
 
 Running = tuple[Tensor, Tensor] | None
 """The running mean and variance of a norm, which its forward pass updates."""
@@ -100,11 +122,9 @@ class NormState(NamedTuple):
 class Normalized(NamedTuple):
     """The results of one pass of `normalize`; None for those not requested. `norm` is set if batch statistics are used."""
 
-    values: Tensor | None
-    scale: Tensor | None
-    output: Tensor | None
-    mask: Tensor | None
-    counts: Tensor | None
+    q: QTensor | None = None
+    output: Tensor | None = None
+    mask: Tensor | None = None
     kept: Kept | None = None
     norm: NormState | None = None
 
@@ -173,12 +193,12 @@ class Clips(NamedTuple):
 
 
 class Paired(NamedTuple):
-    """int8 copies: (values, scale) by one clip (None if not wanted) and by a clip per channel; how many values are saturated
-    in each, and how many are NaN or Inf."""
+    """int8 copies by one clip (None if not wanted) and by a clip per channel; how many values are saturated in each, and how
+    many are NaN or Inf. These are numbers: the native library returns them so."""
 
     clips: Clips
-    one: tuple[Tensor, Tensor] | None
-    each: tuple[Tensor, Tensor]
+    one: QTensor | None
+    each: QTensor
     saturated: tuple[int, int]
     nonfinite: int
 
@@ -217,6 +237,6 @@ class Window(NamedTuple):
         return padded and min(*self.kernel, *self.stride, *self.dilation) > 0
 
 
-def tensors_of(x: Kept | Residual) -> tuple[Tensor, ...]:
+def tensors_of(x: Kept | Residual) -> tuple[Tensor | None, ...]:
     """Returns the tensors of a saved input or a residual."""
     return (x,) if isinstance(x, Tensor) else x or ()

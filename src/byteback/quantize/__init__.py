@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOOR 1: from a float tensor to int8 and a scale.
 
-    x ─ choose clip (clipping.py) ─ scale = clip/127 ─ saturate ─ round ─► QTensor (qtensor.py)
+    x ─ choose clip (clipping.py) ─ scale = clip/127 ─ saturate ─ round ─► QTensor (ops/types.py)
 
 `rule.py` says how one tensor is quantized, and `quantizer.py` has the state over a run. The step itself is one operation of a
 backend (ops/quantizer.py).
@@ -25,8 +25,8 @@ from byteback.ops.quantizer import (
     floats_of,
     register,
 )
+from byteback.ops.types import QTensor
 from byteback.quantize.clipping import Choice, ClipRule, MaxAbs, Memory
-from byteback.quantize.qtensor import QTensor
 from byteback.quantize.quantizer import (
     CALL_SLOTS,
     Quantizer,

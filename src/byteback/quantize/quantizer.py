@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from byteback.ops import quantizer as steps
 from byteback.ops.contract.scale_rule import AXES
 from byteback.ops.quantizer import COLUMNS, Gradient, Moment, State, settings_of
-from byteback.quantize.qtensor import QTensor
+from byteback.ops.types import QTensor
 from byteback.quantize.rule import TensorRule
 
 CALL_SLOTS = 8
@@ -64,7 +64,7 @@ def quantize_fresh(x: Tensor, settings: int, iteration: Tensor, flags: Tensor | 
     """Quantizes x by a rule that needs no memory. `settings` is the number of registered settings; `flags`: in a step."""
     if torch.compiler.is_compiling():
         return QTensor(*torch.ops.byteback.quantize_fresh(x, iteration, settings))
-    return QTensor(*steps.fresh(x, iteration, settings_of(settings), flags))
+    return steps.fresh(x, iteration, settings_of(settings), flags)
 
 
 def moved(buffer: Tensor, fn: Callable[[Tensor], Tensor], initial: int) -> Tensor:
@@ -161,20 +161,19 @@ class Quantizer(nn.Module):
         if torch.compiler.is_compiling():
             iteration, slot, remember = moment
             return QTensor(*torch.ops.byteback.quantize_remembering(x, *state, iteration, key, settings, slot, remember))
-        return QTensor(*steps.step(x, state, settings_of(settings), key, moment))
+        return steps.step(x, state, settings_of(settings), key, moment)
 
     def adopt(
         self,
         q: QTensor,
         clip: Tensor,
-        counts: Tensor,
         x: Callable[[], Tensor],
         settings: int,
         moment: Moment,
         nonfinite: Tensor,
     ) -> QTensor:
-        """Updates the state as `quantize` does, for integers `q` that another function computed with clip max|x|."""
-        return QTensor(*steps.adopt(q, clip, counts, x, self.state(nonfinite), settings_of(settings), moment))
+        """Updates the state as `quantize` does, for integers `q` that another function computed with this clip, and counted."""
+        return steps.adopt(q, clip, x, self.state(nonfinite), settings_of(settings), moment)
 
     def state(self, nonfinite: Tensor) -> State:
         """Returns the tensors that a step may write to."""
@@ -196,7 +195,7 @@ class Quantizer(nn.Module):
             args = (x, self.tracked, self.seen, iteration, settings, slot, per_sample, ordinal_known)
             return QTensor(*torch.ops.byteback.quantize_tracked(*args))
         known = settings_of(settings)
-        return QTensor(*steps.predict(x, self.tracked, self.seen, iteration, known, slot, per_sample, ordinal_known))
+        return steps.predict(x, self.tracked, self.seen, iteration, known, slot, per_sample, ordinal_known)
 
 
 def quantize_pair(
@@ -211,8 +210,4 @@ def quantize_pair(
     """Quantizes a gradient per tensor (if wanted) and per channel. Returns None if the backend cannot do both at once."""
     states = quantizers[0].state(nonfinite), quantizers[1].state(nonfinite)
     known = settings_of(settings[0]), settings_of(settings[1])
-    made = steps.step_pair(x, states, known, key, moment, want_first)
-    if made is None:
-        return None
-    first, second = made
-    return (None if first is None else QTensor(*first)), QTensor(*second)
+    return steps.step_pair(x, states, known, key, moment, want_first)

@@ -218,7 +218,7 @@ def check_step(model: OneBlock, x: Tensor, residual: Tensor, g: Tensor, memory: 
     if model.conv.recipe.residual_memory == "int8":  # type: ignore[union-attr]
         source = Floats(added)
         attach_source(residual, source)
-        added, scale = source.int8().q.dequantize(), source.int8().q.scale
+        added, scale = source.int8()[1].dequantize(), source.int8()[1].scale
         assert bool(((added - residual).abs() <= scale * (0.5 + ROUNDING)).all())
     model.zero_grad()
     if model.norm is not None:

@@ -150,9 +150,9 @@ def test_a_concatenation_is_written_when_it_is_read() -> None:
     parts = [part.plain() for part in source.parts]
     plain = torch.cat(parts, 1)
     assert torch.equal(source.clip(), plain.abs().max())
-    clip, q, counts = source.int8()
+    clip, q = source.int8()
     values, scale, expected, _ = ops.quantize(plain, clip.reshape(1, 1, 1, 1))
-    assert torch.equal(q.values, values) and torch.equal(q.scale, scale) and torch.equal(counts, expected)
+    assert torch.equal(q.values, values) and torch.equal(q.scale, scale) and torch.equal(q.counts, expected)
     assert torch.equal(y + 0.0, plain)
 
 
@@ -209,7 +209,7 @@ def test_a_max_pool_knows_its_maximum_only_where_that_is_certain(
     plain = pooled.detach() + 0.0
     if exact:
         assert torch.equal(source.peak, plain.max())  # type: ignore[arg-type]
-    clip, q, _ = source.int8()
+    clip, q = source.int8()
     values, scale, peak, _ = ops.quantize_max(plain, -1, None)
     assert torch.equal(q.values, values) and torch.equal(q.scale, scale) and torch.equal(clip.reshape(()), peak.reshape(()))
     twin = F.max_pool2d(source_of(model[:3](x)).plain().requires_grad_(), **options)  # type: ignore[union-attr]

@@ -101,8 +101,8 @@ def test_a_second_clip_and_floats_of_a_block_that_waited() -> None:
                 assert torch.equal(source.clip(), kept.max())
             for clip in (torch.tensor(0.7), torch.tensor(0.2)):
                 values, scale, counts, _ = ops.quantize(kept, clip.reshape(1, 1, 1, 1))
-                _, q, seen = source.int8(clip)
-                assert torch.equal(q.values, values) and torch.equal(q.scale, scale) and torch.equal(seen, counts)
+                _, q = source.int8(clip)
+                assert torch.equal(q.values, values) and torch.equal(q.scale, scale) and torch.equal(q.counts, counts)
             assert torch.equal(waiting + 0.0, kept)
 
 
@@ -190,8 +190,8 @@ def test_floats_replace_what_they_were_computed_from(channels_last: bool) -> Non
     assert settled.is_settled and not other.is_settled
     assert [t.data_ptr() for t in settled.tensors() if t.dtype == torch.float32 and t.numel()] == [floats.data_ptr()]
     for clip in (None, torch.tensor(0.3)):
-        mine, theirs = settled.int8(clip), other.int8(clip)
-        assert torch.equal(mine.q.values, theirs.q.values) and torch.equal(mine.counts, theirs.counts)
+        (_, mine), (_, theirs) = settled.int8(clip), other.int8(clip)
+        assert torch.equal(mine.values, theirs.values) and torch.equal(mine.counts, theirs.counts)
     assert torch.equal(settled.clip(), other.clip())
     given = settled.give()
     assert torch.equal(given, other.give()) and given.data_ptr() != floats.data_ptr()
@@ -199,7 +199,7 @@ def test_floats_replace_what_they_were_computed_from(channels_last: bool) -> Non
     part = torch.empty(2, 5, 5, 16).movedim(-1, 1)  # channels last, twice as wide
     ints = torch.empty(part.shape, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
     settled.write_into(torch.tensor(0.3), True, ops.Into(ints[:, 8:], part[:, 8:], 16))
-    assert torch.equal(part[:, 8:], floats) and torch.equal(ints[:, 8:], other.int8(torch.tensor(0.3)).q.values)
+    assert torch.equal(part[:, 8:], floats) and torch.equal(ints[:, 8:], other.int8(torch.tensor(0.3))[1].values)
 
 
 def test_a_concatenation_lets_go_of_its_parts_once_its_floats_are_written() -> None:
@@ -216,6 +216,6 @@ def test_a_concatenation_lets_go_of_its_parts_once_its_floats_are_written() -> N
     floats = first.source.plain()
     assert first.source.is_settled and not first.source.parts and first.source.never_negative()
     clip = torch.tensor(0.4)
-    assert torch.equal(first.source.int8(clip).q.values, second.source.int8(clip).q.values)
+    assert torch.equal(first.source.int8(clip)[1].values, second.source.int8(clip)[1].values)
     wider = torch.cat([first, second], 1)
     assert torch.equal(wider + 0.0, torch.cat([floats, floats], 1))

@@ -30,9 +30,9 @@ from byteback.nn.fused.norm import (
     residual_of,
     scaled_gradient,
 )
+from byteback.nn.fused.shared_gradients import SharedGradient, shared_gradient
 from byteback.nn.fused.sources import (
     SHARED_RULE,
-    Int8Copy,
     LazyActivation,
     OutputSpec,
     Poolable,
@@ -163,6 +163,8 @@ class FusedBlock(Function):
             source = _by_operators(ctx, x, weight, bias, residual, stages, backs, with_grad)
             ctx.site = None
         source.release()
+        if backs:
+            ctx.shared = shared_gradient(x, ctx), shared_gradient(residual, ctx)
         source.join_floats = call.block.join_feeds_other
         sources.append(source)
         # An inference tensor has no version counter, so a write after which its int8 copy is wrong would go unnoticed.
@@ -173,8 +175,10 @@ class FusedBlock(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # With create_graph=True gradients belong to a graph, which would end where they wait.
+        shared = (None, None) if torch.is_grad_enabled() else ctx.shared
         with torch.no_grad():
-            grads = _gradients(ctx, grad_output)
+            grads = _gradients(ctx, grad_output, *shared)
         return (*refuse_second(ctx.name, grad_output, grads), None, None, None)
 
 
@@ -236,16 +240,16 @@ def _by_operators(
     return source
 
 
-def _stepped(ctx: Any, site: Any, stages: Stages, copy: Int8Copy, added: Tensor | None, made: list[Any]) -> Source:
+def _stepped(ctx: Any, site: Any, stages: Stages, x: QTensor, added: Tensor | None, made: list[Any]) -> Source:
     """Returns the source of a block from the results of its site. Saves what backward needs."""
     y, w, w_scale, a, b, mean, invstd, peak, values, scale, counts, output, mask, kept, step, centre = made
     call, block = stages.call, stages.call.block
     known = values is not None or (added is None and stages.activation in MONOTONE)
     source = Source(y, a, b, added, stages.activation, call.strides, peak if known else None)
-    source.keep(peak, ops.Normalized(values, scale, output, None, counts))
+    source.keep(peak, ops.Normalized(None if values is None else QTensor(values, scale, counts), output))
     source.join_int8 = block.join_feeds_conv and call.layer.recipe.input == SHARED_RULE
     stored = (y,) if kept is None else (kept,) if step is None else (kept, step, centre)
-    saved = (copy.q.values, copy.q.scale, w, w_scale, None, None, mask, a, b, mean, invstd, *stored)
+    saved = (x.values, x.scale, w, w_scale, None, None, mask, a, b, mean, invstd, *stored)
     _save(ctx, stages, saved)
     ctx.saved_at = site.places(saved)
     ctx.site, ctx.backend = site, backend_of(y)
@@ -349,7 +353,10 @@ def _tensors(kept: Any) -> tuple[Tensor, ...]:
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, grad_output: Tensor, of_input: SharedGradient | None, of_residual: SharedGradient | None
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of the inputs of the block. Those of x and of the residual may wait for other readers."""
     saved = ctx.saved_tensors  # read once, because unpacking may recompute the tensors
     g, needs = channels_last(grad_output), ctx.needs_input_grad
     stepped = None if ctx.site is None else backward_step(ctx, saved, g)
@@ -358,8 +365,21 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     else:
         norm, products = _gradients_by_operators(ctx, saved, g, stepped)
     g = g if norm.masked is None else norm.masked
-    wanted = zip((norm.bias, norm.gamma, norm.beta, g), needs[2:6], strict=True)
-    return *products, *(grad if needed else None for grad, needed in wanted)
+    grad_input, grad_weight = products
+    grad_residual = g if needs[5] else None
+    # In this order, which is autograd's, also if the block adds its own input.
+    if grad_input is not None and of_input is not None:
+        grad_input = _shared(of_input, ctx, grad_input)
+    if grad_residual is not None and of_residual is not None:
+        grad_residual = _shared(of_residual, ctx, grad_residual)
+    wanted = zip((norm.bias, norm.gamma, norm.beta), needs[2:5], strict=True)
+    return grad_input, grad_weight, *(grad if needed else None for grad, needed in wanted), grad_residual
+
+
+def _shared(shared: SharedGradient, ctx: Any, grad: Tensor) -> Tensor | None:
+    """Adds a gradient of this block to those that wait. Returns the sum if no other reader will come."""
+    waiting = shared.take()
+    return shared.give(ctx, grad if waiting is None else waiting + grad)
 
 
 def _gradients_by_operators(

@@ -98,8 +98,8 @@ def residual_of(residual: Tensor | None, layer: Any) -> ops.Residual:
     recipe, source = layer.recipe, source_of(residual)
     if source is not None and recipe.residual_memory == "int8" and recipe.input == SHARED_RULE:
         own_clip = layer.training or recipe.eval_clip == "batch"
-        copy = source.int8() if own_clip else source.quantized[0] if source.quantized else None
+        _, q = source.int8() if own_clip else source.quantized[0] if source.quantized else (None, None)
         # int8 cannot represent NaN or Inf, and a residual may have no other reader that finds them.
-        if copy is not None and not copy.counts.tolist()[1]:
-            return copy.q.values, copy.q.scale
+        if q is not None and q.counts is not None and not q.counts.tolist()[1]:
+            return q
     return floats_of(residual)

@@ -26,6 +26,7 @@ from byteback.nn.fused.sources import FUNCTIONS, HANDLERS, Floats, LazyActivatio
 from byteback.ops.backends.cpu import allocator
 from byteback.ops.contract import layout
 from byteback.ops.pooling import Window, has_max_pool, max_pool, max_pool_grad, spread_pixels, take_pixels
+from byteback.quantize import QTensor
 
 Size = int | Sequence[int]
 
@@ -49,7 +50,7 @@ class Joined(Source):
         self.join_floats = any(part.join_floats for part in parts)
 
     def tensors(self) -> list[Tensor]:
-        written = [self.output, *(copy.q.values for copy in self.quantized)]
+        written = [self.output, *(q.values for _, q in self.quantized)]
         return [tensor for part in self.parts for tensor in part.tensors()] + [t for t in written if t is not None]
 
     def _settle(self) -> None:
@@ -78,8 +79,12 @@ class Joined(Source):
         if clip is None and self.join_int8 and not self.quantized:
             clip = self.clip()
         made, values, output = self._written(clip, want_float)
-        counts = None if clip is None else torch.stack([part.counts for part in made]).sum(0)  # type: ignore[misc]
-        self.keep(clip, ops.Normalized(values, made[0].scale, output, None, counts))
+        copies = [part.q for part in made if part.q is not None]
+        q = None
+        if values is not None:
+            counts = torch.stack([copy.counts for copy in copies]).sum(0)  # type: ignore[misc]
+            q = QTensor(values, copies[0].scale, counts)
+        self.keep(clip, ops.Normalized(q, output))
         if self.output is not None:
             self._settle()
 

@@ -44,14 +44,6 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Implementations of functions for a Poolable, called before autograd. They may return NotImplemented."""
 
 
-class Int8Copy(NamedTuple):
-    """An activation quantized with a clip, and how many elements were saturated and not finite."""
-
-    clip: Tensor
-    q: QTensor
-    counts: Tensor  # (saturated, nonfinite)
-
-
 class OutputSpec(NamedTuple):
     """Size and strides of the result of a block, and whether its float values will be read."""
 
@@ -87,11 +79,11 @@ class Source:
         self.x, self.a, self.b, self.residual, self.activation = x, a, b, residual, activation
         self.shape, self.device, self.strides = x.shape, x.device, strides
         self.peak = peak
-        self.quantized: list[Int8Copy] = []
+        self.quantized: list[tuple[Tensor, QTensor]] = []  # int8 copies, each with its clip
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that this source keeps in memory."""
-        held = [self.x, self.output, self.rounded, *(copy.q.values for copy in self.quantized)]
+        held = [self.x, self.output, self.rounded, *(q.values for _, q in self.quantized)]
         return [tensor for tensor in held if tensor is not None]
 
     def never_negative(self) -> bool:
@@ -110,11 +102,11 @@ class Source:
             self.peak = ops.normalize_peak(self.x, self.a, self.b, self.residual, self.activation)
         return self.peak
 
-    def int8(self, clip: Tensor | None = None) -> Int8Copy:
-        """Returns the int8 copy for a given clip. By default the clip is the maximum of the activation."""
+    def int8(self, clip: Tensor | None = None) -> tuple[Tensor, QTensor]:
+        """Returns the int8 copy for a given clip, with the clip. By default this is the maximum of the activation."""
         wanted = self.clip() if clip is None else clip
         for copy in self.quantized:
-            if same_clip(copy.clip, wanted):
+            if same_clip(copy[0], wanted):
                 return copy
         self.write(wanted, want_float=False)
         return self.quantized[-1]
@@ -132,9 +124,9 @@ class Source:
 
     def keep(self, clip: Tensor | None, made: ops.Normalized) -> None:
         """Stores the results of a pass with this clip."""
-        if made.values is not None:
-            assert clip is not None and made.scale is not None and made.counts is not None
-            self.quantized.append(Int8Copy(clip, QTensor(made.values, made.scale), made.counts))
+        if made.q is not None:
+            assert clip is not None
+            self.quantized.append((clip, made.q))
         if made.output is not None and made.output.dtype is torch.bfloat16:
             self.rounded = made.output
         elif made.output is not None:
@@ -192,17 +184,15 @@ class Source:
             self.is_settled, self.x, self.residual = True, self.x.new_empty(0), None
 
     def _copy_into(self, floats: Tensor, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
-        values = scale = counts = None
+        copied = None
         if clip is not None and into.values is not None:
-            _, q, counts = self.int8(clip)
-            values, scale = into.values.copy_(q.values), q.scale
-        output = into.output.copy_(floats) if want_float and into.output is not None else None
-        return ops.Normalized(values, scale, output, None, counts)
+            _, q = self.int8(clip)
+            copied = q._replace(values=into.values.copy_(q.values))
+        return ops.Normalized(copied, into.output.copy_(floats) if want_float and into.output is not None else None)
 
     def _quantize(self, floats: Tensor, clip: Tensor) -> None:
         """Quantizes an activation that exists as float, and stores the int8 copy."""
-        values, scale, counts, _ = ops.quantize(floats, clip.reshape((1,) * len(self.shape)))
-        self.quantized.append(Int8Copy(clip, QTensor(values, scale), counts))
+        self.quantized.append((clip, ops.quantize(floats, clip.reshape((1,) * len(self.shape)))))
 
     def _laid_out(self, output: Tensor) -> Tensor:
         if output.stride() == self.strides or output.numel() == 0:
@@ -260,9 +250,10 @@ class PredictionSource(Source):
         """Nothing: its operands are int8, and its readers may come under another clip."""
 
     def _made(self, clip: Tensor | None, want_float: bool, into: ops.Into | None) -> ops.Normalized:
-        (x, x_scale), (w, w_scale) = self.operands
+        x, w = self.operands
+        operands = x.values, x.scale, w.values, w.scale, tuple(self.products)
         follows = (self.a, self.b, self.residual, self.activation, clip)
-        return ops.conv_normalize(x, x_scale, w, w_scale, tuple(self.products), *follows, want_float=want_float, into=into)
+        return ops.conv_normalize(*operands, *follows, want_float=want_float, into=into)
 
 
 class Floats(Source):
@@ -275,16 +266,16 @@ class Floats(Source):
     def never_negative(self) -> bool:
         return not self.negative
 
-    def int8(self, clip: Tensor | None = None) -> Int8Copy:
+    def int8(self, clip: Tensor | None = None) -> tuple[Tensor, QTensor]:
         if clip is not None or self.peak is not None:
             return super().int8(clip)
         values, scale, peak, counts = ops.quantize_max(self.x, -1, None)
         self.peak = peak.reshape(())
-        self.quantized.append(Int8Copy(self.peak, QTensor(values, scale), counts))
+        self.quantized.append((self.peak, QTensor(values, scale, counts, self.peak)))
         return self.quantized[-1]
 
     def clip(self) -> Tensor:
-        return self.int8().clip if self.peak is None else self.peak
+        return self.int8()[0] if self.peak is None else self.peak
 
     def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> None:
         if clip is not None:

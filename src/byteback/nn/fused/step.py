@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.nn.fused.sources import SHARED_RULE, Int8Copy, floats_dtype, floats_of, shared_floats, source_of
+from byteback.nn.fused.sources import SHARED_RULE, floats_dtype, floats_of, shared_floats, source_of
 from byteback.ops.backends.registry import backend_of
 from byteback.ops.block_step import BlockShape, block_site
 from byteback.ops.types import NormGradient, Wants
-from byteback.quantize import Moment
+from byteback.quantize import Moment, QTensor
 
 _profiling = torch._C._autograd._profiler_enabled
 _MOST_SITES = 256  # per layer, so that images of many sizes do not fill the memory
@@ -73,20 +73,20 @@ def _new_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[
 
 def forward_step(
     site: Any, x: Tensor, weight: Tensor, residual: Tensor | None, stages: Any
-) -> tuple[Int8Copy, Tensor | None, list[Any]] | None:
+) -> tuple[QTensor, Tensor | None, list[Any]] | None:
     """Returns the int8 copy of the input, the residual as it was added, and the results of the site; None if it cannot run."""
     source = source_of(x)
     if source is None:
         source = shared_floats(x, SHARED_RULE)
         if source is None:
             return None
-    copy, norm = source.int8(), stages.norm
+    (clip, q), norm = source.int8(), stages.norm
     added = None if residual is None else floats_of(residual)
     numerics = stages.call.layer.quantizers
     quantizer = numerics._modules["input"]._buffers
     tensors = (weight, norm.gamma, norm.beta, *norm.running, numerics._buffers["iteration"], *quantizer.values())
-    made = site.forward((copy.q.values, copy.q.scale, copy.clip, copy.counts), added, tensors, norm.momentum)
-    return None if made is None else (copy, added, made)
+    made = site.forward(q, clip, added, tensors, norm.momentum)
+    return None if made is None else (q, added, made)
 
 
 class Gradients(NamedTuple):

@@ -30,7 +30,7 @@ from byteback.ops.types import (
     Pair,
     Paired,
     ProductCall,
-    Quantized,
+    QTensor,
     Residual,
     Wants,
     Window,
@@ -69,8 +69,8 @@ def _counts(x: Tensor) -> Tensor:
     return x.new_empty(2, dtype=_INT64)
 
 
-def _quantized(x: Tensor, scale: Tensor) -> Quantized:
-    return _like(x, _INT8), scale, _counts(x), x.new_empty((), dtype=_FLOAT32)
+def _quantized(x: Tensor, scale: Tensor) -> QTensor:
+    return QTensor(_like(x, _INT8), scale, _counts(x), x.new_empty((), dtype=_FLOAT32))
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -91,8 +91,8 @@ def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tenso
 # ---- quantize and statistics -----------------------------------------------------------------------------------------
 
 
-def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> Quantized:
-    return torch.empty_like(x, dtype=_INT8), torch.empty_like(clip), _counts(x), x.new_empty(())
+def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> QTensor:
+    return QTensor(torch.empty_like(x, dtype=_INT8), torch.empty_like(clip), _counts(x), x.new_empty(()))
 
 
 def quantize_plan(x: Tensor, axis: int) -> tuple[()]:
@@ -109,7 +109,7 @@ def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
     return count.new_empty(2, dtype=_INT64)
 
 
-def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[Quantized, Quantized]:
+def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[QTensor, QTensor]:
     return _quantized(x, x.new_empty((1,) * x.dim())), _quantized(x, _column(x))
 
 
@@ -184,16 +184,15 @@ def normalize(
     extremes: Extremes | None,
     into: Into | None,
 ) -> Normalized:
-    values = scale = output = mask = counts = None
-    if clip is not None:
-        values, scale, counts, _ = _quantized(x, x.new_empty((1,) * x.dim(), dtype=_FLOAT32))
-    if want_float:
-        output = _like(x, torch.float32)
+    mask = None
+    q = None if clip is None else _quantized(x, x.new_empty((1,) * x.dim(), dtype=_FLOAT32))._replace(peak=None)
+    output = _like(x) if want_float else None
     if into is not None:
-        values, output = into.values if clip is not None else None, into.output if want_float else None
+        q = q if q is None or into.values is None else q._replace(values=into.values)
+        output = into.output if want_float else None
     if want_mask and not TABLE[activation].is_smooth:
         mask = x.new_empty((x.shape.numel() // max(x.shape[1], 1), (x.shape[1] + 7) // 8), dtype=_UINT8)
-    return Normalized(values, scale, output, mask, counts, None if keep is None else pack_norm(x, keep, extremes))
+    return Normalized(q, output, mask, None if keep is None else pack_norm(x, keep, extremes))
 
 
 def pack_norm(x: Tensor, keep: str, extremes: Extremes | None) -> Kept:
@@ -276,7 +275,7 @@ def normalize_grad(parts: GradientParts) -> Tensor:
     return _like(parts.g)
 
 
-def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> Quantized:
+def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
     return _quantized(parts.g, parts.g.new_empty((1,) * parts.g.dim()))
 
 
@@ -303,11 +302,11 @@ def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: T
 
 def normalize_grad_quantize_pair(
     parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
-) -> tuple[Quantized, Quantized]:
+) -> tuple[QTensor, QTensor]:
     return quantize_pair(parts.g, clip, clip_per_channel, key)
 
 
-def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, Quantized]:
+def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, QTensor]:
     return _column(parts.g), _quantized(parts.g, _column(parts.g))
 
 
@@ -362,5 +361,5 @@ def gradient_pair(
 ) -> Paired:
     g = parts.g
     clips = magnitude_clips(rule, g, *sums, sums[0], before_one, before_each)
-    one = (_like(g, _INT8), g.new_empty((1,) * g.dim())) if want_one else None
-    return Paired(clips, one, (_like(g, _INT8), _column(g)), (0, 0), 0)
+    one = QTensor(_like(g, _INT8), g.new_empty((1,) * g.dim())) if want_one else None
+    return Paired(clips, one, QTensor(_like(g, _INT8), _column(g)), (0, 0), 0)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from byteback.ops.quantizer import DEVIATION, Gradient, floats_of, shapes
+from byteback.ops.types import QTensor
 
 
 class MetaSteps:
@@ -20,27 +21,27 @@ class MetaSteps:
 
     defers = False  # there are no values to flag or to read
 
-    def step(self, x: Gradient, state: Any, settings: Any, *_: Any) -> tuple[Tensor, Tensor]:
+    def step(self, x: Gradient, state: Any, settings: Any, *_: Any) -> QTensor:
         return shapes(floats_of(x), settings.axis())
 
     def step_pair(
         self, x: Gradient, states: Any, settings: tuple[Any, Any], key: Tensor | None, moment: Any, want_first: bool
-    ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]]:
+    ) -> tuple[QTensor | None, QTensor]:
         first, second = (shapes(floats_of(x), each.axis()) for each in settings)
         return (first if want_first else None), second
 
-    def adopt(self, q: tuple[Tensor, Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+    def adopt(self, q: QTensor, *_: Any) -> QTensor:
         return q
 
     def predict(
         self, x: Tensor, tracked: Tensor, seen: Tensor, iteration: Tensor, settings: Any, slot: int, per_sample: bool, _: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> QTensor:
         return shapes(x, 0 if per_sample else settings.axis())
 
     def tracked_clip(self, tracked: Tensor, seen: Tensor, slot: int, ordinal_known: bool) -> Tensor | None:
         return tracked[slot].clone() if tracked.shape[1] == 1 else None
 
-    def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> QTensor:
         return shapes(x, settings.axis())
 
     def same_clip(self, clip: Tensor, other: Tensor) -> bool:

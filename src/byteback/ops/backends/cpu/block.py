@@ -8,6 +8,7 @@ step, so they call little more than torch.empty and the checks in addresses.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,7 @@ from byteback.ops.backends.cpu.products import laid_out
 from byteback.ops.backends.cpu.products import product as run_product
 from byteback.ops.backends.reference.block import norm_step
 from byteback.ops.contract.layout import channels_last, last_strides
-from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormState, ProductCall, Residual, Wants
+from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormState, ProductCall, QTensor, Residual, Wants
 
 _native: Any = library.native
 # Bound once: after a large layer every attribute look-up in torch is a cache miss.
@@ -69,13 +70,28 @@ def residual_numbers(residual: Residual, count: int) -> tuple[int, int]:
     """Returns the address of the residual, and that of its scale if it is int8."""
     if residual is None or isinstance(residual, Tensor):
         return last(residual, residual_dtype(residual), count), 0
-    values, scale = residual
+    values, scale, _, _ = residual
     return last(values, _INT8, count), flat(scale, _FLOAT32, 1)
 
 
 def place(x: Tensor | None, dtype: torch.dtype, count: int, into: Into | None) -> int:
     """Returns the address that a pass writes to: a tensor of its own, or a slice of a wider one."""
     return last(x, dtype, count) if into is None else part(x, dtype, count, into.pitch)
+
+
+def _int8_room(size: Sequence[int], strides: Sequence[int], into: Into | None) -> QTensor:
+    """Returns empty tensors for an int8 result of this size. `into` has its values if they are part of a wider tensor."""
+    values = None if into is None else into.values
+    if values is None:
+        values = allocator.empty(size, strides, _INT8, CPU)
+    return QTensor(values, new((1,) * len(size), _FLOAT32), new(2, _INT64))
+
+
+def _int8_to(q: QTensor | None, count: int, into: Into | None) -> dict[str, int]:
+    """Returns the addresses that an int8 result is written to."""
+    if q is None:
+        return {"values": 0, "scale": 0, "counts": 0}
+    return {"values": place(q.values, _INT8, count, into), "scale": known(q.scale), "counts": known(q.counts)}
 
 
 def kept_numbers(kept: Kept | None, count: int, channels: int) -> tuple[int, int, int, int]:
@@ -132,10 +148,9 @@ def normalize(
 ) -> Normalized:
     row, count, channels = TABLE[activation], x.numel(), x.shape[1]
     rows, kept = count // channels, _room(x, keep, extremes)
-    values = scale = output = mask = counts = None
+    q = output = mask = None
     if clip is not None:
-        values = allocator.empty_like(x, _INT8) if into is None else into.values
-        scale, counts = new((1,) * x.dim(), _FLOAT32), new(2, _INT64)
+        q = _int8_room(x.shape, x.stride(), into)
     if want_float:
         output = allocator.empty_like(x, _FLOAT32) if into is None else into.output
     if want_mask and not row.is_smooth:
@@ -151,9 +166,7 @@ def normalize(
         residual=added,
         residual_scale=added_scale,
         clip=flat(clip, _FLOAT32, 1),
-        values=place(values, _INT8, count, into),
-        scale=known(scale),
-        counts=known(counts),
+        **_int8_to(q, count, into),
         output=place(output, _FLOAT32, count, into),
         mask=known(mask),
         kept=there,
@@ -161,7 +174,7 @@ def normalize(
         centre=centre,
         threads=_threads(),
     )
-    return Normalized(values, scale, output, mask, counts, kept)
+    return Normalized(q, output, mask, kept)
 
 
 def pack_norm(path: int, x: Tensor, keep: str, extremes: Extremes | None) -> Kept:
@@ -198,10 +211,9 @@ def conv_normalize(
         return reference.conv_normalize(call, operands, a, b, residual, activation, clip, want_float, into)
     x, w, scales, alive = laid_out(path, call, *operands)
     size, strides = call.size, last_strides(call.size)
-    values = scale = output = counts = None
+    q = output = None
     if clip is not None:
-        values = allocator.empty(size, strides, _INT8, CPU) if into is None else into.values
-        scale, counts = new((1,) * len(size), _FLOAT32), new(2, _INT64)
+        q = _int8_room(size, strides, into)
     if want_float:
         output = allocator.empty(size, strides, _FLOAT32, CPU) if into is None else into.output
     channels, count = call.channels, math.prod(size)
@@ -216,16 +228,14 @@ def conv_normalize(
         residual=added,
         residual_scale=added_scale,
         clip=flat(clip, _FLOAT32, 1),
-        values=place(values, _INT8, count, into),
-        scale=known(scale),
-        counts=known(counts),
+        **_int8_to(q, count, into),
         output=place(output, _FLOAT32, count, into),
         threads=_threads(),
     )
     del alive  # the scales must exist until here
     if kernel:
         library.last_kernel = kernel
-        return Normalized(values, scale, output, None, counts)
+        return Normalized(q, output)
     y = channels_last(run_product(path, call, *operands))
     return normalize(path, y, a, b, residual, activation, clip, want_float, False, None, None, into)
 
@@ -272,9 +282,8 @@ def _request(
     rows, width = count // channels, (channels + 7) // 8
     a, b, peak = new(channels, _FLOAT32), new(channels, _FLOAT32), new((), _FLOAT32)
     mean, invstd = new(channels, _FLOAT64), new(channels, _FLOAT64)
-    values = scale = counts = output = mask = None
-    if wants.int8:
-        values, scale, counts = allocator.empty_like(x, _INT8), new((1,) * x.dim(), _FLOAT32), new(2, _INT64)
+    q = _int8_room(x.shape, x.stride(), None) if wants.int8 else None
+    output = mask = None
     if wants.float:
         output = allocator.empty_like(x, wants.output)
     if wants.mask and not row.is_smooth:
@@ -287,9 +296,7 @@ def _request(
         mean=known(mean),
         invstd=known(invstd),
         peak=known(peak),
-        values=known(values),
-        scale=known(scale),
-        counts=known(counts),
+        **_int8_to(q, count, None),
         output=known(output),
         mask=known(mask),
         kept=there,
@@ -299,7 +306,7 @@ def _request(
     stored = x.dtype, residual_dtype(residual), wants.output
     forward = forward_pass(rows, channels, activation, kind, None, residual is not None, stored)
     state = NormState(a, b, mean, invstd, peak if is_known or wants.int8 else None)
-    result = Normalized(values, scale, output, mask, counts, kept, state)
+    result = Normalized(q, output, mask, kept, state)
     return forward, _given(x, norm, residual, count, channels), to, result, peak
 
 

@@ -15,8 +15,8 @@ from byteback.ops.activations import MASK_GATE, TABLE
 from byteback.ops.backends.cpu import allocator, library
 from byteback.ops.backends.cpu.addresses import flat, known, last, new
 from byteback.ops.backends.cpu.block import kept_numbers
-from byteback.ops.backends.cpu.quantize import pair_room, quantized_to
-from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, Quantized
+from byteback.ops.backends.cpu.quantize import pair_room, quantized_to, room
+from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, QTensor
 
 _native: Any = library.native
 # Bound once: after a large layer every attribute look-up in torch is a cache miss.
@@ -89,10 +89,9 @@ def normalize_grad(path: int, parts: GradientParts) -> Tensor:
     return dx
 
 
-def normalize_grad_quantize(path: int, parts: GradientParts, clip: Tensor, key: Tensor | None) -> Quantized:
+def normalize_grad_quantize(path: int, parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
     g = parts.g
-    values, scale = allocator.empty_like(g, _INT8), new((1,) * g.dim(), _FLOAT32)
-    counts, peak = new(2, _INT64), new((), _FLOAT32)
+    values, scale, counts, peak = made = room(g, (1,) * g.dim())
     _native.normalize_grad_quantize(
         path,
         backward_of(*parts),
@@ -104,7 +103,7 @@ def normalize_grad_quantize(path: int, parts: GradientParts, clip: Tensor, key: 
         peak=known(peak),
         threads=_threads(),
     )
-    return values, scale, counts, peak
+    return made
 
 
 def normalize_grad_batch(
@@ -170,7 +169,7 @@ def normalize_grad_tails(
 
 def normalize_grad_quantize_pair(
     path: int, parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
-) -> tuple[Quantized, Quantized]:
+) -> tuple[QTensor, QTensor]:
     by_tensor, by_channel = pair_room(parts.g)
     _native.normalize_grad_quantize_pair(
         path,
@@ -187,10 +186,10 @@ def normalize_grad_quantize_pair(
 
 def normalize_grad_quantize_by_ratio(
     path: int, parts: GradientParts, ratio: float, key: Tensor | None
-) -> tuple[Tensor, Quantized]:
+) -> tuple[Tensor, QTensor]:
     g = parts.g
     clip = _column(g, _FLOAT32)
-    made = allocator.empty_like(g, _INT8), _column(g, _FLOAT32), new(2, _INT64), new((), _FLOAT32)
+    made = room(g, clip.shape)
     _native.normalize_grad_quantize_by_ratio(
         path,
         backward_of(*parts),

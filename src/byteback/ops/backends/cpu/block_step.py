@@ -23,6 +23,7 @@ from byteback.ops.backends.cpu.rows import rows
 from byteback.ops.block_step import BlockShape
 from byteback.ops.contract.layout import dense_strides, is_last_dense, last_strides, lies_last
 from byteback.ops.programs import Averaged, Held
+from byteback.ops.types import QTensor
 
 _native: Any = library.native
 # Bound once: after a large layer every attribute look-up in torch is a cache miss.
@@ -48,13 +49,14 @@ class Site:
 
     def forward(
         self,
-        x: tuple[Tensor, Tensor, Tensor, Tensor],
+        x: QTensor,
+        clip: Tensor,
         residual: Tensor | None,
         tensors: tuple[Tensor, ...],
         momentum: float,
     ) -> list[Any] | None:
         """Runs forward. ops/block_step.py describes arguments and results."""
-        values, scale, clip, counts = x
+        values, scale, counts, _ = x
         if values.stride() != self._x_strides or (residual is not None and residual.stride() != self._strides):
             return None
         there = places(tensors)

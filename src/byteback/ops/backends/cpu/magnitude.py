@@ -12,7 +12,7 @@ from byteback.ops.backends.cpu import allocator, library
 from byteback.ops.backends.cpu.addresses import flat, known, last, new
 from byteback.ops.backends.cpu.block_grad import backward_of
 from byteback.ops.programs import Averaged
-from byteback.ops.types import Before, Clips, GradientParts, Paired
+from byteback.ops.types import Before, Clips, GradientParts, Paired, QTensor
 
 _native: Any = library.native
 _threads = torch.get_num_threads
@@ -83,5 +83,5 @@ def gradient_pair(
         threads=_threads(),
     )
     clips = Clips(clip, clip_each, gaussian, gaussian_each)
-    one = None if values is None or scale is None else (values, scale)
-    return Paired(clips, one, (values_each, scale_each), (saturated, saturated_each), nonfinite)
+    one = None if values is None or scale is None else QTensor(values, scale)
+    return Paired(clips, one, QTensor(values_each, scale_each), (saturated, saturated_each), nonfinite)

@@ -12,7 +12,7 @@ from byteback.ops.backends import reference
 from byteback.ops.backends.cpu import allocator, library
 from byteback.ops.backends.cpu.addresses import dense, flat, known, last, new
 from byteback.ops.backends.cpu.rows import clip_layout, rows, strides
-from byteback.ops.types import Quantized
+from byteback.ops.types import QTensor
 
 _native: Any = library.native
 # Bound once: after a large layer every attribute look-up in torch is a cache miss.
@@ -25,7 +25,7 @@ def _like(x: Tensor, laid: Tensor, values: Tensor) -> Tensor:
     return values if laid is x else torch.empty_like(x, dtype=torch.int8).copy_(values)
 
 
-def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> Quantized:
+def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> QTensor:
     clips = clip.numel()
     if clips != 1 and any(size != 1 for size in clip.shape[2:]):
         return reference.quantize(x, clip, key)
@@ -50,7 +50,7 @@ def quantize(path: int, x: Tensor, clip: Tensor, key: Tensor | None) -> Quantize
         peak=known(peak),
         threads=_threads(),
     )
-    return _like(x, laid, values), scale, counts, peak
+    return QTensor(_like(x, laid, values), scale, counts, peak)
 
 
 class QuantizePlan(NamedTuple):
@@ -93,24 +93,23 @@ def noise_key(path: int, seed: Tensor, layer: Tensor, count: Tensor, rank: int) 
     return key
 
 
-def quantized_to(made: Quantized) -> Any:
+def quantized_to(made: QTensor) -> Any:
     """Returns the addresses that one int8 copy is written to (csrc/bindings/structs.h)."""
     values, scale, counts, peak = made
     return _native.QuantizedTo(values=known(values), scale=known(scale), counts=known(counts), peak=known(peak))
 
 
-def pair_room(like: Tensor) -> tuple[Quantized, Quantized]:
+def room(like: Tensor, scales: tuple[int, ...]) -> QTensor:
+    """Returns empty tensors for an int8 copy of a dense tensor with scales of this shape."""
+    return QTensor(allocator.empty_like(like, _INT8), new(scales, _FLOAT32), new(2, _INT64), new((), _FLOAT32))
+
+
+def pair_room(like: Tensor) -> tuple[QTensor, QTensor]:
     """Returns empty tensors for the two int8 copies of a tensor: by one clip and by a clip per channel."""
-    per_channel = (1, like.shape[1], *(1,) * (like.dim() - 2))
-    return (
-        (allocator.empty_like(like, _INT8), new((1,) * like.dim(), _FLOAT32), new(2, _INT64), new((), _FLOAT32)),
-        (allocator.empty_like(like, _INT8), new(per_channel, _FLOAT32), new(2, _INT64), new((), _FLOAT32)),
-    )
+    return room(like, (1,) * like.dim()), room(like, (1, like.shape[1], *(1,) * (like.dim() - 2)))
 
 
-def quantize_pair(
-    path: int, x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
-) -> tuple[Quantized, Quantized]:
+def quantize_pair(path: int, x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[QTensor, QTensor]:
     count, channels = x.numel(), x.shape[1]
     by_tensor, by_channel = pair_room(x)
     _native.quantize_pair(

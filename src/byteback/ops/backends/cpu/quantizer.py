@@ -17,11 +17,12 @@ from byteback.ops.backends import paths
 from byteback.ops.backends.cpu import ledger, library
 from byteback.ops.backends.cpu.addresses import flat
 from byteback.ops.backends.cpu.block_step import make_site
-from byteback.ops.backends.reference.quantizer import Entry, Made, Steps
+from byteback.ops.backends.reference.quantizer import Entry, Made, Steps, made_of
 from byteback.ops.block_step import BlockShape
 from byteback.ops.dispatch import is_plain
 from byteback.ops.programs import Maximum
 from byteback.ops.quantizer import Choice, Gradient, Memory, State, floats_of
+from byteback.ops.types import QTensor
 
 _library: Any = library.native
 _float32 = torch.float32
@@ -44,8 +45,7 @@ class NativeSteps(Steps):
         if type(settings.rule.clip.program()) is not Maximum:
             return super()._made(x, settings, memory, key)
         values, scale, peak, counts = ops.quantize_max(floats_of(x), settings.axis(), key)
-        saturated, nonfinite = counts.tolist()
-        return Made(values, scale, Choice(peak, remember=peak), peak, saturated / max(values.numel(), 1), nonfinite, peak)
+        return made_of(QTensor(values, scale, counts, peak), Choice(peak, remember=peak), peak)
 
     def write(self, state: State, slot: int, entry: Entry) -> None:
         clip, remember, searched, iteration, saturated, deviation, own, momentum = entry

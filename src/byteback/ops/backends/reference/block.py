@@ -19,7 +19,7 @@ from byteback.ops.contract.bfloat16 import to_bfloat16
 from byteback.ops.contract.layout import channels_last
 from byteback.ops.contract.limits import QMAX, ZERO_SCALE
 from byteback.ops.contract.rounded_once import divided_by, inverse
-from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormState, ProductCall, Residual, Wants
+from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormState, ProductCall, QTensor, Residual, Wants
 
 
 def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,9 +50,8 @@ def unpack_mask(mask: Tensor, x: Tensor) -> Tensor:
 def pre_activation(x: Tensor, a: Tensor, b: Tensor, residual: Residual) -> Tensor:
     """Returns z = a·x + b + residual."""
     z = column(a, x) * x.to(torch.float32) + column(b, x)
-    if isinstance(residual, tuple):
-        values, scale = residual
-        return z + values.to(torch.float32) * scale
+    if isinstance(residual, QTensor):
+        return z + residual.values.to(torch.float32) * residual.scale
     return z if residual is None else z + residual.to(torch.float32)
 
 
@@ -80,14 +79,14 @@ def normalize(
     row, z = TABLE[activation], pre_activation(x, a, b, residual)
     output = channels_last(row.value(z))
     mask = pack_mask(row.derivative(z)) if want_mask and not row.is_smooth else None
-    values = scale = counts = None
+    q = None
     if clip is not None:
-        values, scale, counts, _ = quantize(output, clip.reshape((1,) * x.dim()), None)
+        q = quantize(output, clip.reshape((1,) * x.dim()), None)._replace(peak=None)  # the native library does not compute it
     if into is not None:
-        values = values if into.values is None or values is None else into.values.copy_(values)
+        q = q if into.values is None or q is None else q._replace(values=into.values.copy_(q.values))
         output = output if into.output is None or not want_float else into.output.copy_(output)
     kept = None if keep is None else pack_norm(x, keep, extremes)
-    return Normalized(values, scale, output if want_float else None, mask, counts, kept)
+    return Normalized(q, output if want_float else None, mask, kept)
 
 
 def norm_step(low: Tensor, high: Tensor, centre: Tensor) -> Tensor:
@@ -116,7 +115,7 @@ def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: 
     a, b, mean, invstd, peak = norm_coefficients(stats, count, norm, activation)
     if wants.int8 and not is_known:
         peak = normalize_peak(x, a, b, residual, activation)
-    made = Normalized(None, None, None, None, None)
+    made = Normalized()
     if any(wants[:4]):
         clip = peak if wants.int8 else None
         extremes = (stats[2], stats[3], mean.float()) if wants.keep == "int8" else None

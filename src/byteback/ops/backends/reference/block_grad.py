@@ -16,7 +16,7 @@ from byteback.ops.backends.reference.block import column, pre_activation, unpack
 from byteback.ops.backends.reference.norm import gradient_sums, norm_gradient
 from byteback.ops.backends.reference.quantize import quantize, quantize_pair
 from byteback.ops.contract.layout import channels_last
-from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, Quantized
+from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, QTensor
 
 
 def kept_value(x: Kept) -> Tensor:
@@ -68,7 +68,7 @@ def normalize_grad(parts: GradientParts) -> Tensor:
     return channels_last((column(p, g) * gm + column(q, g) * wide) + column(r, g))
 
 
-def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> Quantized:
+def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
     """Returns dx as int8."""
     dx = normalize_grad(parts)
     return quantize(dx, clip.reshape((1,) * dx.dim()), key)
@@ -105,13 +105,13 @@ def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: T
 
 def normalize_grad_quantize_pair(
     parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
-) -> tuple[Quantized, Quantized]:
+) -> tuple[QTensor, QTensor]:
     """Returns quantize_pair of dx."""
     return quantize_pair(normalize_grad(parts), clip, clip_per_channel, key)
 
 
 @torch.no_grad()
-def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, Quantized]:
+def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float, key: Tensor | None) -> tuple[Tensor, QTensor]:
     """Returns clip = ratio · max|dx| of each channel, and dx as int8 by this clip."""
     dx = normalize_grad(parts)
     clip = statistics.absmax(dx, 1) * ratio

@@ -17,6 +17,7 @@ from torch import Tensor
 from byteback.ops.backends.reference.quantizer import Steps
 from byteback.ops.quantizer import Gradient, Moment, State, floats_of
 from byteback.ops.refusals import Unless, counted, filled, flag, judged
+from byteback.ops.types import QTensor
 
 
 class DeferredSteps(Steps):
@@ -24,7 +25,7 @@ class DeferredSteps(Steps):
 
     defers = True
 
-    def step(self, x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment) -> tuple[Tensor, Tensor]:
+    def step(self, x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment) -> QTensor:
         floats = floats_of(x)
         nonfinite, unless = counted(floats), Unless(state, moment.slot)
         q = super().step(_without(floats, nonfinite), state, settings, key, moment)
@@ -39,13 +40,13 @@ class DeferredSteps(Steps):
         key: Tensor | None,
         moment: Moment,
         want_first: bool,
-    ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]] | None:
+    ) -> tuple[QTensor | None, QTensor] | None:
         floats = floats_of(x)
         nonfinite, unless = counted(floats), [Unless(state, moment.slot) for state in states]
         made = super().step_pair(_without(floats, nonfinite), states, settings, key, moment, want_first)
         if made is None:
             return None
-        results: list[tuple[Tensor, Tensor] | None] = []
+        results: list[QTensor | None] = []
         for index, copy in enumerate(made):
             if copy is not None:
                 unless[index].put_back(nonfinite > 0)
@@ -55,26 +56,27 @@ class DeferredSteps(Steps):
 
     def adopt(
         self,
-        q: tuple[Tensor, Tensor],
+        q: QTensor,
         clip: Tensor,
-        counts: Tensor,
         x: Callable[[], Tensor],
         state: State,
         settings: Any,
         moment: Moment,
-    ) -> tuple[Tensor, Tensor]:
-        nonfinite, unless = counts[1], Unless(state, moment.slot)
+    ) -> QTensor:
+        assert q.counts is not None
+        nonfinite, unless = q.counts[1], Unless(state, moment.slot)
         bad = nonfinite > 0
-        finite = counts.masked_fill(bad, 0), lambda: _without(x(), nonfinite)
-        q = super().adopt(filled(q, nonfinite, "skip"), clip.masked_fill(bad, 0.0), *finite, state, settings, moment)
+        finite = filled(q, nonfinite, "skip")._replace(counts=q.counts.masked_fill(bad, 0))
+        clip = clip.masked_fill(bad, 0.0)
+        q = super().adopt(finite, clip, lambda: _without(x(), nonfinite), state, settings, moment)
         unless.put_back(bad)
         return judged(q, nonfinite, moment.iteration, state, settings, moment.remember)
 
-    def predict(self, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def predict(self, x: Tensor, *rest: Any) -> QTensor:
         nonfinite = counted(x)
         return filled(super().predict(_without(x, nonfinite), *rest), nonfinite, "propagate")
 
-    def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> QTensor:
         nonfinite = counted(x)
         q = super().fresh(_without(x, nonfinite), iteration, settings)
         if flags is None or settings.on_nonfinite == "propagate":

@@ -10,7 +10,7 @@ from byteback.ops.backends.reference.block_grad import normalize_grad_quantize_p
 from byteback.ops.backends.reference.statistics import absmax, sum_channels, tail_count_pair
 from byteback.ops.contract.rounded_once import divided_by, square_root
 from byteback.ops.programs import Averaged
-from byteback.ops.types import Before, Clips, GradientParts, Paired, Quantized
+from byteback.ops.types import Before, Clips, GradientParts, Paired, QTensor
 
 
 def sigma(total: Tensor, squares: Tensor, count: int) -> Tensor:
@@ -55,12 +55,13 @@ def gradient_pair(
     return paired(clips, normalize_grad_quantize_pair(parts, clips.one, clips.each, key), want_one)
 
 
-def paired(clips: Clips, made: tuple[Quantized, Quantized], want_one: bool) -> Paired:
+def paired(clips: Clips, made: tuple[QTensor, QTensor], want_one: bool) -> Paired:
     """Returns the clips and the copies as a `Paired`."""
-    (values, scale, counts, _), (values_each, scale_each, counts_each, _) = made
-    saturated = counts.tolist()[0] if want_one else 0
-    one = (values, scale) if want_one else None
-    return Paired(clips, one, (values_each, scale_each), (saturated, counts_each.tolist()[0]), counts_each.tolist()[1])
+    one, each = made
+    assert one.counts is not None and each.counts is not None
+    saturated, nonfinite = each.counts.tolist()
+    counted = one.counts.tolist()[0] if want_one else 0, saturated
+    return Paired(clips, QTensor(*one[:2]) if want_one else None, QTensor(*each[:2]), counted, nonfinite)
 
 
 def sigmas(total: Tensor, squares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

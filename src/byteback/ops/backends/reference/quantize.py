@@ -10,11 +10,11 @@ from byteback.ops.backends.reference import statistics
 from byteback.ops.contract import noise
 from byteback.ops.contract.limits import QMAX, ZERO_SCALE
 from byteback.ops.contract.rounded_once import divided_by
-from byteback.ops.types import Quantized
+from byteback.ops.types import QTensor
 
 
 @torch.no_grad()
-def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> QTensor:
     """Returns int8 values, their scale, (saturated, non-finite) counts and max|x|. See `byteback.ops.quantize`."""
     live = statistics.is_live(clip)
     safe = torch.where(live, clip, 1.0)
@@ -25,7 +25,7 @@ def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> tuple[Tensor, Tenso
     values.copy_(torch.where(live & ~torch.isnan(x), y, 0.0))
     scale = torch.where(live, divided_by(safe, QMAX), ZERO_SCALE)
     saturated = ((x.abs() > clip) & live).sum()
-    return values, scale, torch.stack([saturated, (~finite).sum()]), statistics.absmax(x, -1).reshape(())
+    return QTensor(values, scale, torch.stack([saturated, (~finite).sum()]), statistics.absmax(x, -1).reshape(()))
 
 
 def quantize_plan(x: Tensor, axis: int) -> tuple[()]:
@@ -38,6 +38,7 @@ def quantize_max(plan: tuple[()], x: Tensor, axis: int, key: Tensor | None) -> t
     """Returns int8 values, their scale, the clip max|x| and the counts. See `byteback.ops.quantize_max`."""
     clip = statistics.absmax(x, axis)
     values, scale, counts, _ = quantize(x, clip, key)
+    assert counts is not None
     return values, scale, clip, counts
 
 
@@ -47,6 +48,6 @@ def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
     return torch.tensor(words, dtype=torch.int64, device=count.device)
 
 
-def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[Quantized, Quantized]:
+def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[QTensor, QTensor]:
     """Quantizes x with one clip and with a clip per channel, (1, C, 1, ...), with the same noise."""
     return quantize(x, clip.reshape((1,) * x.dim()), key), quantize(x, clip_per_channel, key)

@@ -41,7 +41,7 @@ from byteback.ops.quantizer import (
     floats_of,
 )
 from byteback.ops.refusals import refusal, scale_of
-from byteback.ops.types import Quantized
+from byteback.ops.types import QTensor
 
 
 class Entry(NamedTuple):
@@ -58,15 +58,18 @@ class Entry(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A tensor quantized with the chosen clip, its share of saturated values, its number of NaN or Inf values, and max|x|."""
+    """A tensor quantized with the chosen clip, its share of saturated values, and its number of NaN or Inf values."""
 
-    values: Tensor
-    scale: Tensor
+    q: QTensor
     choice: Choice
     clip: Tensor
     saturated: float
     nonfinite: int
-    peak: Tensor
+
+    def peak(self) -> float:
+        """Returns max|x| as a number."""
+        assert self.q.peak is not None
+        return float(self.q.peak)
 
 
 class Steps:
@@ -76,14 +79,14 @@ class Steps:
 
     # ---- operations ----
 
-    def step(self, x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment) -> tuple[Tensor, Tensor]:
+    def step(self, x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment) -> QTensor:
         now = int(moment.iteration)
         made = self._made(x, settings, self._memory(state, settings, moment.slot, now), key)
         if made.nonfinite:
-            return self._refuse_step(state, settings, moment.remember, made.values, made.scale, made.nonfinite, now)
-        if moment.remember and made.values.numel():
+            return self._refuse_step(state, settings, moment.remember, made.q, made.nonfinite, now)
+        if moment.remember and made.q.values.numel():
             self._remember(state, settings, moment.slot, now, made, lambda: floats_of(x))
-        return made.values, made.scale
+        return made.q
 
     def step_pair(
         self,
@@ -93,7 +96,7 @@ class Steps:
         key: Tensor | None,
         moment: Moment,
         want_first: bool,
-    ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]] | None:
+    ) -> tuple[QTensor | None, QTensor] | None:
         rule = settings[0].rule.clip.program()
         if type(rule) is not Averaged or not (x.parts.g if isinstance(x, BlockGradient) else x).numel():
             return None
@@ -104,41 +107,39 @@ class Steps:
             made = magnitude.gradient_pair(rule, x.parts, x.sums, one, each, key, want_one=want_first)
         else:
             made = magnitude.float_pair(rule, x, one, each, key, want_one=want_first)
-        results: list[tuple[Tensor, Tensor] | None] = []
+        results: list[QTensor | None] = []
         for index, copy in enumerate((made.one, made.each)):
             state, setting = states[index], settings[index]
             if copy is not None and made.nonfinite:
-                copy = self._refuse_step(state, setting, moment.remember, *copy, made.nonfinite, now)
+                copy = self._refuse_step(state, setting, moment.remember, copy, made.nonfinite, now)
             elif copy is not None and moment.remember:
                 clip, gaussian = made.clips.of(index)
-                share = made.saturated[index] / copy[0].numel()
+                share = made.saturated[index] / copy.values.numel()
                 choice = Choice(clip, remember=clip, diagnostics=(gaussian,))
-                own = Made(*copy, choice, clip, share, 0, clip)
+                own = Made(copy, choice, clip, share, 0)
                 self._remember(state, setting, slot, now, own, lambda: floats_of(x))
             results.append(copy)
         return results[0], results[1]  # type: ignore[return-value]
 
     def adopt(
         self,
-        q: tuple[Tensor, Tensor],
+        q: QTensor,
         clip: Tensor,
-        counts: Tensor,
         x: Callable[[], Tensor],
         state: State,
         settings: Any,
         moment: Moment,
-    ) -> tuple[Tensor, Tensor]:
-        values, scale = q
-        saturated, nonfinite = counts.tolist()
-        count = values.numel()
+    ) -> QTensor:
+        assert q.counts is not None
+        saturated, nonfinite = q.counts.tolist()
+        count = q.values.numel()
         if nonfinite:
-            now = int(moment.iteration)
-            return self._refuse_step(state, settings, moment.remember, values.clone(), scale.clone(), nonfinite, now)
+            own = QTensor(q.values.clone(), q.scale.clone(), q.counts)  # other layers may read the same integers
+            return self._refuse_step(state, settings, moment.remember, own, nonfinite, int(moment.iteration))
         if moment.remember and count:
-            choice = Choice(clip, remember=clip)
-            made = Made(values, scale, choice, clip, saturated / count, 0, clip)
+            made = Made(q, Choice(clip, remember=clip), clip, saturated / count, 0)
             self._remember(state, settings, moment.slot, int(moment.iteration), made, x)
-        return values, scale
+        return q
 
     def predict(
         self,
@@ -150,29 +151,28 @@ class Steps:
         slot: int,
         per_sample: bool,
         ordinal_known: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> QTensor:
         axis = settings.axis()
         if _is_tracked(seen, slot, ordinal_known):
             clip = _shaped(tracked[slot], x, axis)
             clip = clip.expand(x.shape[0], *clip.shape[1:]).contiguous() if per_sample else clip
-            values, scale, counts, _ = ops.quantize(x, clip, None)
+            q = ops.quantize(x, clip, None)
         else:
-            values, scale, _, counts = ops.quantize_max(x, 0 if per_sample else axis, None)
-        nonfinite = counts.tolist()[1]
-        if nonfinite:
-            return refuse(values, scale, settings, _outside_training(settings), nonfinite, int(iteration))
-        return values, scale
+            q = quantized_max(x, 0 if per_sample else axis, None)
+        assert q.counts is not None
+        nonfinite = q.counts.tolist()[1]
+        return refuse(q, settings, _outside_training(settings), nonfinite, int(iteration)) if nonfinite else q
 
     def tracked_clip(self, tracked: Tensor, seen: Tensor, slot: int, ordinal_known: bool) -> Tensor | None:
         return tracked[slot].clone() if tracked.shape[1] == 1 and _is_tracked(seen, slot, ordinal_known) else None
 
-    def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> QTensor:
         made = self._made(x, settings, Memory(x.new_zeros(1), False, 0, 0), None)
         if made.nonfinite:
             # Skipping steps would not make a weight finite again.
             policy = settings.on_nonfinite if settings.on_nonfinite == "propagate" else "raise"
-            return refuse(made.values, made.scale, settings, policy, made.nonfinite, int(iteration))
-        return made.values, made.scale
+            return refuse(made.q, settings, policy, made.nonfinite, int(iteration))
+        return made.q
 
     def factors(self, observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[Any]:
         rows = [copy[:, DEVIATION] for copies in observed for copy in copies]
@@ -203,10 +203,10 @@ class Steps:
             measures = memory.iteration % settings.observe_every == 0
             source = floats_of(x) if measures else x
             made = self._under(source, held, memory.axis, key)
-            fitting = None if made.nonfinite else rule.refit(held, float(made.peak), memory)
+            fitting = None if made.nonfinite else rule.refit(held, made.peak(), memory)
             if fitting is not None:
                 made = self._under(source, fitting, memory.axis, key)
-            if made.nonfinite or not rule.is_stale(made.choice, made.saturated, float(made.peak)):
+            if made.nonfinite or not rule.is_stale(made.choice, made.saturated, made.peak()):
                 return made
             memory = replace(memory, initialized=False)
         floats = floats_of(x)
@@ -215,18 +215,16 @@ class Steps:
     def _under(self, x: Gradient, choice: Choice, axis: int, key: Tensor | None) -> Made:
         """Returns x quantized with the clip of a choice, which is a tensor or a ratio of the maximum."""
         if choice.clip is None:
-            clip, quantized = self._by_ratio(x, choice.ratio, axis, key)
+            clip, q = self._by_ratio(x, choice.ratio, axis, key)
         elif isinstance(x, BlockGradient) and choice.clip.numel() == 1:
-            clip, quantized = choice.clip, normalize_grad_quantize(x.parts, choice.clip, key)
+            clip, q = choice.clip, normalize_grad_quantize(x.parts, choice.clip, key)
         else:
             floats = floats_of(x)
             clip = _shaped(choice.clip, floats, axis) if choice.clip.dim() != floats.dim() else choice.clip
-            quantized = ops.quantize(floats, clip, key)
-        values, scale, counts, peak = quantized
-        saturated, nonfinite = counts.tolist()
-        return Made(values, scale, choice, clip, saturated / max(values.numel(), 1), nonfinite, peak)
+            q = ops.quantize(floats, clip, key)
+        return made_of(q, choice, clip)
 
-    def _by_ratio(self, x: Gradient, ratio: float, axis: int, key: Tensor | None) -> tuple[Tensor, Quantized]:
+    def _by_ratio(self, x: Gradient, ratio: float, axis: int, key: Tensor | None) -> tuple[Tensor, QTensor]:
         if isinstance(x, BlockGradient) and axis == 1:
             return normalize_grad_quantize_by_ratio(x.parts, ratio, key)
         floats = floats_of(x)
@@ -238,7 +236,7 @@ class Steps:
     def _remember(self, state: State, settings: Any, slot: int, now: int, made: Made, x: Callable[[], Tensor]) -> None:
         choice, deviation = made.choice, math.nan
         if choice.searched or now % settings.observe_every == 0:
-            terms = ops.dot_terms(x(), made.values, made.scale).tolist()
+            terms = ops.dot_terms(x(), made.q.values, made.q.scale).tolist()
             deviation = deviation_of(*terms)
             state.unshared[slot, :NONFINITE].copy_(state.unshared.new_tensor([*terms, 1.0]))
             if settings.by_channel:
@@ -270,9 +268,7 @@ class Steps:
             _track(state.tracked[slot], entry.clip, bool(state.seen[slot]), entry.momentum)
         state.seen[slot] = 1.0
 
-    def _refuse_step(
-        self, state: State, settings: Any, remember: bool, values: Tensor, scale: Tensor, nonfinite: int, now: int
-    ) -> tuple[Tensor, Tensor]:
+    def _refuse_step(self, state: State, settings: Any, remember: bool, q: QTensor, nonfinite: int, now: int) -> QTensor:
         """Counts a tensor with NaN or Inf and applies the policy."""
         # Outside training, and in a recomputed forward, there is no step to skip and nothing to count.
         policy = _outside_training(settings)
@@ -280,14 +276,29 @@ class Steps:
             state.nonfinite.add_(1)
             state.unshared[0, NONFINITE] += 1.0
             policy = settings.on_nonfinite
-        return refuse(values, scale, settings, policy, nonfinite, now)
+        return refuse(q, settings, policy, nonfinite, now)
 
 
-def refuse(values: Tensor, scale: Tensor, settings: Any, policy: str, nonfinite: int, iteration: int) -> tuple[Tensor, Tensor]:
-    """Raises the error of a tensor with NaN or Inf, or returns zeros with the scale of the policy."""
+def made_of(q: QTensor, choice: Choice, clip: Tensor) -> Made:
+    """Returns a quantized tensor that was counted, with the numbers of its counts."""
+    assert q.counts is not None
+    saturated, nonfinite = q.counts.tolist()
+    return Made(q, choice, clip, saturated / max(q.values.numel(), 1), nonfinite)
+
+
+def quantized_max(x: Tensor, axis: int, key: Tensor | None) -> QTensor:
+    """Returns x quantized with its maximum; the peak has one number for each index of the axis."""
+    values, scale, peak, counts = ops.quantize_max(x, axis, key)
+    return QTensor(values, scale, counts, peak)
+
+
+def refuse(q: QTensor, settings: Any, policy: str, nonfinite: int, iteration: int) -> QTensor:
+    """Raises the error of a tensor with NaN or Inf, or fills it with zeros and the scale of the policy."""
     if policy == "raise":
         raise refusal(settings.layer, settings.role, nonfinite, iteration)
-    return values.zero_(), scale.fill_(scale_of(policy))
+    q.values.zero_()
+    q.scale.fill_(scale_of(policy))
+    return q
 
 
 def _outside_training(settings: Any) -> str:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of an activation with several readers, added where it is computed.
+
+    x ─┬─ conv ─ … ─ conv ─ (+) ─►      backward: the add runs first. It leaves its gradient with x and returns None.
+       └────────────────────┘           The first convolution runs last. It adds what waits to its grad_input and returns the
+                                        sum. So autograd has one gradient and nothing to add.
+
+`shared_gradient` is called in the forward pass of each reader that can do this, `take` and `give` in its backward pass. A
+reader is the last one if autograd will not execute another one in the current backward pass, which autograd itself tells. So
+a reader that this pass does not reach is not waited for, and a pass that fails leaves nothing for the next one. Hooks on x,
+`retain_grad` and `torch.autograd.grad` see the whole sum, because it is what autograd receives. Gradients of other readers
+are added by autograd.
+
+The order of additions is that of arrival, which is autograd's order too. So the bits are those of autograd. An exception: if
+a reader of another kind comes between three or more, autograd adds its gradient to the sum of the others.
+
+The waiting tensor never passes through autograd, so it may have another dtype than x.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_current_pass = torch._C._current_graph_task_id
+_OUTSIDE = -1  # of all backward passes
+_will_run = torch._C._will_engine_execute_node
+_KEY = "byteback_shared_gradient"
+
+enabled = True
+"""If False, autograd adds all gradients. Tests compare the two."""
+
+
+class _Pass:
+    """What one backward pass has brought so far."""
+
+    def __init__(self) -> None:
+        self.arrived: set[int] = set()  # ids of readers, which live as long as the pass
+        self.waiting: Tensor | None = None
+
+
+class SharedGradient:
+    """The readers of one activation, and the sum of those of their gradients that have arrived.
+
+    It lives as long as the autograd node that computed the activation, and holds no reader alive.
+    """
+
+    def __init__(self) -> None:
+        self._readers: list[weakref.ref[Any]] = []
+        self._passes: dict[int, _Pass] = {}
+
+    def add_reader(self, ctx: Any) -> None:
+        self._readers = [ref for ref in self._readers if ref() is not None]  # checkpointing discards readers
+        self._readers.append(weakref.ref(ctx))
+
+    def take(self) -> Tensor | None:
+        """Returns the sum of the gradients that have arrived in this backward pass, to which the caller adds its own.
+
+        The caller must not write to it: it may be a tensor that somebody else reads.
+        """
+        state = self._passes.get(_current_pass()) if self._passes else None
+        if state is None:
+            return None
+        waiting, state.waiting = state.waiting, None
+        return waiting
+
+    def give(self, ctx: Any, grad: Tensor) -> Tensor | None:
+        """Returns what the reader `ctx` returns to autograd: `grad`, or None if it waits for a reader that will run.
+
+        `grad` is the gradient of this reader and of all before it: `take` is called first.
+        """
+        if len(self._readers) < 2 or not enabled:
+            return grad
+        now = _current_pass()
+        readers = [reader for ref in self._readers if (reader := ref()) is not None]
+        # Compiled autograd calls backward with another object, and must not get None.
+        if now == _OUTSIDE or not any(reader is ctx for reader in readers):
+            return grad
+        state = self._passes.setdefault(now, _Pass())
+        state.arrived.add(id(ctx))
+        if not any(id(reader) not in state.arrived and _will_run(reader) for reader in readers):
+            del self._passes[now]
+            return grad
+        state.waiting = grad
+        return None
+
+
+def shared_gradient(x: Tensor | None, ctx: Any) -> SharedGradient | None:
+    """Makes the autograd node `ctx` a reader of x. Returns None for a tensor that no operation has computed."""
+    node = None if x is None else x.grad_fn
+    if node is None:
+        return None
+    assert x is not None
+    metadata: Any = node.metadata  # a dict; annotated as a method
+    results = metadata.setdefault(_KEY, {})
+    shared: SharedGradient | None = results.get(x.output_nr)
+    if shared is None:
+        shared = results[x.output_nr] = SharedGradient()
+    shared.add_reader(ctx)
+    return shared
