@@ -112,7 +112,7 @@ const char* conv_with_stats(Path path, const ConvShape& s, const s8* x, const s8
     const ScratchScope scope;
 #ifdef BYTEBACK_AVX2
     const s64 rows = s.batch * s.out_pixels();
-    const bool large = rows * s.out_channels >= kCounted;
+    const bool large = kind == Stored::bf16 || rows * s.out_channels >= kCounted;  // bf16 needs an epilogue in any case
     if (!large || !gives_whole_rows(s, make_plan(s, ProductKind::output, path).algorithm)) return nullptr;
     OutputCall call{path, s, x, w, factor, threads, nullptr};
     auto* with_statistics = &avx2::with_statistics;

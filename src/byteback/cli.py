@@ -7,6 +7,7 @@ byteback eval             evaluates a checkpoint on the test images
 byteback recipes, models  lists the recipes, or the networks
 byteback bench step       times a training step of a network against PyTorch FP32 and bf16, with its parts and its memory
 byteback bench memory     measures the peak memory of training a network against PyTorch FP32, part by part
+byteback bench recipes    times a training step under several recipes, in turns
 byteback bench growth     the same ratios for several batch sizes and image sizes
 byteback bench inference  times the forward pass in eval mode against PyTorch FP32
 byteback bench detect     times a training step of a detector, and the part of its network
@@ -34,7 +35,7 @@ def main() -> None:
         from rich.console import Console
 
         from byteback import __version__
-        from byteback.bench import detect, growth, inference, kernels, memory, step
+        from byteback.bench import detect, growth, inference, kernels, memory, recipes, step
         from byteback.inspect import doctor, verify
         from byteback.report_page import command as report
         from byteback.train import config_file, data, evaluate, listing, side_by_side
@@ -61,6 +62,7 @@ def main() -> None:
         "bench kernels": (kernels.KernelsConfig, kernels.run),
         "bench step": (step.StepConfig, step.run),
         "bench memory": (memory.MemoryConfig, memory.run),
+        "bench recipes": (recipes.RecipesConfig, recipes.run),
         "bench growth": (growth.GrowthConfig, growth.run),
         "bench inference": (inference.InferenceConfig, inference.run),
         "bench detect": (detect.DetectConfig, detect.run),

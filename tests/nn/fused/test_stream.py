@@ -23,12 +23,12 @@ BF16 = torch.bfloat16
 
 
 class Residual(nn.Module):
-    """A ResNet block, with a shortcut of its own if it has a stride."""
+    """A ResNet block whose second kernel has one pixel, with a shortcut of its own if it has a stride."""
 
     def __init__(self, c: int, k: int, stride: int) -> None:
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(c, k, 3, stride, 1, bias=False), nn.BatchNorm2d(k)
-        self.conv2, self.norm2 = nn.Conv2d(k, k, 3, 1, 1, bias=False), nn.BatchNorm2d(k)
+        self.conv2, self.norm2 = nn.Conv2d(k, k, 1, bias=False), nn.BatchNorm2d(k)
         self.down = nn.Sequential(nn.Conv2d(c, k, 1, stride, bias=False), nn.BatchNorm2d(k)) if stride > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def two_blocks() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8))
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
 
 
 def prepared(stream: str, model: nn.Module, recipe: Any = byteback.PlainInt8, **options: Any) -> nn.Module:
@@ -84,7 +84,8 @@ def test_outputs_and_residuals_are_bfloat16_and_the_head_reads_float32(seen: lis
     torch.manual_seed(0)
     model = prepared("bfloat16", Net())
     gradients(model, torch.randn(4, 3, 10, 10))
-    assert len(seen) == 7 and {y for _, y, _ in seen} == {BF16}
+    # Outputs of kernels of one pixel: the shortcut, and one of each block.
+    assert [y for _, y, _ in seen].count(BF16) == 4 and len(seen) == 7
     assert [residual for residual, _, _ in seen if residual is not None] == [BF16] * 3
     # The shortcut and the second block, which others add, and the last block for the head.
     assert [output for _, _, output in seen if output is not None] == [BF16, BF16, torch.float32]
@@ -176,7 +177,7 @@ def test_the_norms_input_is_kept_as_it_travelled_or_smaller(memory: str, kept: t
     block = prepared("bfloat16", two_blocks(), norm_memory=memory)
     output = block(torch.randn(2, 3, 9, 9))
     saved = [t for t in output.grad_fn.saved_tensors if t is not None and t.shape == output.shape]  # type: ignore[union-attr]
-    assert [t.dtype for t in saved] == [kept]
+    assert saved[-1].dtype == kept  # behind the int8 input, which has the same shape
 
 
 def test_it_is_the_norm_of_the_rounded_output() -> None:

@@ -262,6 +262,15 @@ def _reads_floats(call: Call) -> bool:
     return block.feeds_other or block.feeds_pool or (block.feeds_add and call.layer.recipe.residual_memory == "float32")
 
 
+def _is_pointwise(call: Call) -> bool:
+    """Whether the convolution has one group and a kernel of one pixel. Its output is large beside its arithmetic.
+
+    Elsewhere y stays float32 in a bfloat16 stream: squares of Winograd take longer to round on their way than the next pass
+    saves, and a depthwise product takes as long as before. The rule is that of a shape, so that all paths have the same bits.
+    """
+    return call.products.groups == 1 and call.weight.shape[2:].numel() == 1
+
+
 def _travels_rounded(stages: Stages) -> bool:
     """Whether the result is stored as bfloat16: of what reads floats, there are only other blocks, which add it."""
     block, recipe = stages.call.block, stages.call.layer.recipe
@@ -289,7 +298,7 @@ def _wanted(stages: Stages, backs: bool, needs_gamma: bool) -> _Wanted:
     own_clip = layer.training and recipe.input == SHARED_RULE
     int8 = own_clip and (block.feeds_conv or (block.feeds_add and recipe.residual_memory == "int8"))
     reads = int8, _reads_floats(stages.call), block.join_feeds_conv and own_clip
-    rounds = recipe.stream == "bfloat16" and stages.by_batch and layer.runs_int8("output")
+    rounds = recipe.stream == "bfloat16" and stages.by_batch and layer.runs_int8("output") and _is_pointwise(stages.call)
     dtypes: dict[str, Any] = {
         "y_dtype": torch.bfloat16 if rounds else torch.float32,
         "dtype": torch.bfloat16 if _travels_rounded(stages) else torch.float32,
