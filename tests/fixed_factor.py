@@ -48,6 +48,13 @@ def shortened(before: Tensor, after: Tensor, phi: float) -> Tensor:
     return before + phi * (after - before)
 
 
+def stepped_back(before: Tensor, after: Tensor, phi: float, direction: Tensor, lr: float) -> Tensor:
+    """The same for SGD with momentum, where after = before - lr · direction: without `before`."""
+    made = torch.add(after, direction, alpha=(1.0 - phi) * lr)
+    assert torch.allclose(made, shortened(before, after, phi), rtol=1e-6, atol=1e-7)
+    return made
+
+
 def is_scaled(name: str) -> bool:
     return name in ("1.weight", "2.weight")
 
@@ -55,6 +62,7 @@ def is_scaled(name: str) -> bool:
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.1),
     "sgd-momentum-decay-nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.05, nesterov=True),
+    "sgd-momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.05, maximize=True),
     "sgd-foreach": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.05, foreach=True),
     "sgd-fused": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.05, fused=True),
     "adam": lambda p: Adam(p, lr=0.01, weight_decay=0.05),

@@ -120,6 +120,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         ),
         (G, Q, vector(2), vector(3), MASK),
     ),
+    "add_waiting": (lambda x, g, mask: ops.add_waiting(x, g, mask), (X, G, MASK)),
     "normalize_grad": (lambda *t: ops.normalize_grad(parts(*t)), PARTS),
     "normalize_grad_quantize": (
         lambda clip, key, *t: ops.normalize_grad_quantize(parts(*t), clip, key),

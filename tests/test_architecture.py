@@ -31,6 +31,7 @@ FLOORS = {
     "recipes": 2,
     "nn": 3,
     **dict.fromkeys(("convert", "lr_scaling", "inspect", "export"), 4),
+    "loading": 4,  # byteback.load, which finds the trainer by its name when it is called
     "__init__": 5,  # the public names show floors 0 to 4; the trainer and the command line are users of them
     **dict.fromkeys(("train", "bench"), 6),
     "report_page": 7,
@@ -49,7 +50,10 @@ FOURTH_FLOOR = ["convert", "lr_scaling", "inspect", "export"]
 WITHOUT_CIRCLES = ["convert", "inspect", "train", "bench", "report_page", "models"]
 CORE_MAY_IMPORT = {"byteback", "torch", "numpy", *sys.stdlib_module_names}
 # Optional, so only inside the function that needs it.
-LAZY = {"tables": {"rich"}, "torchvision_compat": {"torchvision"}, "models": {"torchvision"}}
+LAZY = {
+    **{"tables": {"rich"}, "torchvision_compat": {"torchvision"}, "models": {"torchvision"}},
+    "export": {"onnx", "onnx_ir", "onnxruntime"},
+}
 LONGEST_FILE = 400
 MAY_BE_LONGER = 0.1  # of all files: "most files", and one kernel may deserve more
 

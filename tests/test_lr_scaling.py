@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """scale_learning_rates: a factor on the step and not on the gradient, for every optimizer.
 
-The oracle is the definition: take the same optimizer's step without hooks, then w = w0 + φ (w - w0). A recipe whose rule
-returns a fixed φ makes that checkable to the last bit.
+The oracle is the definition: take the same optimizer's step without hooks, then w = w0 + φ (w - w0); for SGD with momentum
+w + (1 - φ) lr v. A recipe whose rule returns a fixed φ makes that checkable to the last bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import byteback
-from fixed_factor import OPTIMIZERS, PHI, Fixed, gradients, is_scaled, network, shortened, weights
+from byteback import lr_scaling
+from fixed_factor import OPTIMIZERS, PHI, Fixed, gradients, is_scaled, network, shortened, stepped_back, weights
 
 
 @pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
@@ -36,10 +37,42 @@ def test_the_step_is_the_optimizers_own_shortened_by_phi(build: Callable[[Any], 
         oracle.step()
         for name, parameter in twin.named_parameters():
             if is_scaled(name):
-                parameter.data.copy_(shortened(before[name], parameter.detach(), PHI))
+                group, kept = oracle.param_groups[0], oracle.state[parameter]
+                made = shortened(before[name], parameter.detach(), PHI)
+                if isinstance(oracle, SGD) and group["momentum"] and not (group["nesterov"] or group["fused"]):
+                    made = stepped_back(before[name], parameter.detach(), PHI, kept["momentum_buffer"], group["lr"])
+                parameter.data.copy_(made)
         for name, value in weights(model).items():
             assert torch.equal(value, weights(twin)[name]), f"{name} after step {step}"
             assert not torch.equal(value, before[name]), f"{name} did not move"
+
+
+def test_sgd_with_momentum_copies_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Tensor] = []
+    monkeypatch.setattr(lr_scaling, "_copy", lambda weight: copied.append(weight) or weight.clone())
+    for name, count in {"sgd-momentum": 0, "sgd-foreach": 0, "sgd": 2, "adam": 2}.items():
+        model = network()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        byteback.scale_learning_rates(optimizer, model)
+        gradients(model)
+        optimizer.step()
+        assert len(copied) == count, name
+        copied.clear()
+
+
+def test_a_weight_that_the_optimizer_skips_does_not_move() -> None:
+    """A hook after ours removes a gradient, so the momentum of the step before must not be applied again."""
+    model = network()
+    optimizer = OPTIMIZERS["sgd-momentum"](model.parameters())
+    byteback.scale_learning_rates(optimizer, model)
+    gradients(model)
+    optimizer.step()
+    before = weights(model)
+    optimizer.register_step_pre_hook(lambda *_: setattr(model[1].weight, "grad", None))
+    gradients(model, seed=1)
+    optimizer.step()
+    assert torch.equal(weights(model)["1.weight"], before["1.weight"])
+    assert not torch.equal(weights(model)["2.weight"], before["2.weight"])
 
 
 @pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())

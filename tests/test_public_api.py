@@ -20,7 +20,7 @@ SOURCE = Path(byteback.__file__).parents[1]
 # A name that leaves this list is a breaking change; one that joins it is a promise. Both belong in CHANGELOG.md.
 PUBLIC = {
     *("prepare", "restore", "enabled", "float_state_dict", "freeze", "unfreeze", "scale_learning_rates", "summary", "health"),
-    *("memory", "models", "path", "tune_malloc"),
+    *("memory", "models", "path", "tune_malloc", "load", "export_onnx"),
     *("Recipe", "PlainInt8", "UnifiedInt8", "DistributionAdaptiveInt8"),
     *("TensorRule", "ClipRule", "MaxAbs", "DirectionSensitive", "MagnitudeAware", "Choice", "Memory"),
     *("LearningRateRule", "DeviationCounteractive"),

@@ -50,6 +50,11 @@ void normalize_grad_batch(int path, const Backward& from, f64 eps, Address a, Ad
         gradient_sums({seen, squares, at<const f32>(q), at<const f32>(r), eps}, at<f64>(dx_total), at<f64>(dx_squares));
 }
 
+void add(int path, s64 rows, s64 channels, Address g, Address mask, Address x, Address dx, int threads) {
+    nb::gil_scoped_release unlocked;
+    BYTEBACK_CALL(add_waiting, rows, channels, {at<const f32>(g), at<const u8>(mask)}, at<const f32>(x), at<f32>(dx), threads);
+}
+
 void take(const Pixels& pixels, Address x, Address y, int threads) {
     nb::gil_scoped_release unlocked;
     take_pixels(pixels, at<const f32>(x), at<f32>(y), threads);
@@ -77,6 +82,7 @@ void bind_block(nb::module_& m) {
     m.def("conv_normalize_batch", &conv_normalize_batch);
     m.def("normalize_grad_batch", &normalize_grad_batch, "path"_a, "backward"_a, nb::kw_only(), "eps"_a, "a"_a, "mean"_a,
           "invstd"_a, "q"_a, "r"_a, "grad_gamma"_a, "grad_beta"_a, "masked"_a, "dx_total"_a, "dx_squares"_a, "threads"_a);
+    m.def("add_waiting", &add, "path"_a, nb::kw_only(), "rows"_a, "channels"_a, "g"_a, "mask"_a, "x"_a, "dx"_a, "threads"_a);
     m.def("take_pixels", &take, "pixels"_a, nb::kw_only(), "x"_a, "y"_a, "threads"_a);
     m.def("spread_pixels", &spread, "pixels"_a, nb::kw_only(), "y"_a, "x"_a, "threads"_a);
     m.def("max_pool", &pool_forward, "path"_a, "windows"_a, nb::kw_only(), "x"_a, "y"_a, "taps"_a, "threads"_a);

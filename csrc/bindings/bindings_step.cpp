@@ -47,17 +47,19 @@ struct QuantizerRow {
 
     bool is_initialized() const { return initialized && *at<const f32>(initialized) != 0.0f; }
 
-    // share: of the values that saturated; own: the clip rule's diagnostic, NaN for none.
-    void write(const f32* used, s64 count, bool remembers, f64 share, f64 own) const {
+    // remembered: `entries` numbers for the next step, null to keep those there; share: of the values that saturated;
+    // own: the clip rule's diagnostic, NaN for none.
+    void write(const f32* used, s64 count, const f32* remembered, f64 share, f64 own) const {
         const f32 none = std::numeric_limits<f32>::quiet_NaN();
-        const LedgerRows to{at<f32>(remembers ? clip : 0),
+        const LedgerRows to{at<f32>(remembered ? clip : 0),
                             at<f32>(initialized),
                             nullptr,
                             at<f32>(observed),
                             at<f32>(tracked),
                             at<f32>(seen),
                             entries};
-        write_ledger(to, {used, count, used, count, 0, {static_cast<f32>(share), none, static_cast<f32>(own)}, momentum});
+        write_ledger(to,
+                     {used, count, remembered, entries, 0, {static_cast<f32>(share), none, static_cast<f32>(own)}, momentum});
     }
 };
 
@@ -100,10 +102,12 @@ struct GradientPlan {
         return static_cast<f64>(seen.saturated) / static_cast<f64>(count) > saturated;
     }
 
+    f32 fitting(f32 ratio, f32 peak) const { return static_cast<f32>(static_cast<f64>(peak) * static_cast<f64>(ratio)); }
+
     bool fits(f32 ratio, f32 clip, f32 peak) const {
         if (band == 0.0) return true;
-        const f32 fitting = static_cast<f32>(static_cast<f64>(peak) * static_cast<f64>(ratio));
-        const f64 off = fitting > 0.0f ? static_cast<f64>(clip) / static_cast<f64>(fitting) : 1.0;
+        const f32 best = fitting(ratio, peak);
+        const f64 off = best > 0.0f ? static_cast<f64>(clip) / static_cast<f64>(best) : 1.0;
         return 1.0 / band <= off && off <= band;
     }
 };
@@ -212,7 +216,8 @@ nb::object block_forward(int path, const BlockPlan& plan, const ForwardTensors& 
             kernel = "";
         else {
             const s64 count = inputs * plan.conv.in_channels;
-            of.input.write(at<const f32>(x_clip), 1, true, static_cast<f64>(seen[0]) / static_cast<f64>(count), NAN);
+            const f32* clip = at<const f32>(x_clip);
+            of.input.write(clip, 1, clip, static_cast<f64>(seen[0]) / static_cast<f64>(count), NAN);
             const BatchGiven given{address(y),     of.gamma, of.beta, 0,        of.running_mean,
                                    of.running_var, residual, 0,       plan.eps, momentum};
             const BatchMade to{address(a),      address(b),     address(mean),   address(invstd), address(peak),
@@ -238,6 +243,7 @@ struct GradientCall {
     Noise noise;
     const s8 *x, *w;
     f32 x_scale, w_scale;
+    Waiting waiting;  // added to grad_input
     f32 *grad_input, *grad_weight;
     s64 limit;
     int threads;
@@ -248,7 +254,7 @@ struct GradientCall {
 
     void multiply(const s8* for_input, Factor input_factor, const s8* for_weight, Factor weight_factor) const {
         const Path chosen = static_cast<Path>(path);
-        conv_grad_input(chosen, plan.conv, for_input, w, input_factor, grad_input, threads);
+        conv_grad_input_sum(chosen, plan.conv, for_input, w, input_factor, waiting, grad_input, threads);
         conv_grad_weight(chosen, plan.conv, for_weight, x, weight_factor, grad_weight, threads);
     }
 
@@ -263,13 +269,21 @@ struct GradientCall {
     // Each returns whether it is done; else the clip is to be chosen anew, or the gradient is not finite.
 
     bool by_held_clip() const {
-        const f32 *memory = at<const f32>(of.gradient.clip), ratio = memory[0], clip = memory[1];
+        const f32* memory = at<const f32>(of.gradient.clip);
+        f32 kept[2] = {memory[0], memory[1]}, &clip = kept[1];
         const Scratch values(count(), limit);
-        const Report seen = BYTEBACK_CALL(normalize_grad_quantize, from, clip, noise, values.get(), threads);
-        if (seen.nonfinite || !how.fits(ratio, clip, seen.peak) || how.is_stale(seen, count())) return false;
+        const auto quantized = [&] { return BYTEBACK_CALL(normalize_grad_quantize, from, clip, noise, values.get(), threads); };
+        Report seen = quantized();
+        if (seen.nonfinite) return false;
+        const bool fits = how.fits(kept[0], clip, seen.peak);
+        if (!fits) {
+            clip = how.fitting(kept[0], seen.peak);
+            seen = quantized();
+        }
+        if (how.is_stale(seen, count())) return false;
         f32 scale;
         write_scales(&clip, 1, &scale);
-        of.gradient.write(&clip, 1, false, share(seen), NAN);
+        of.gradient.write(&clip, 1, fits ? nullptr : kept, share(seen), NAN);
         const f32 input = scale * w_scale, weight = scale * x_scale;
         multiply(values.get(), {&input, 0, 0}, values.get(), {&weight, 0, 0});
         return true;
@@ -287,7 +301,7 @@ struct GradientCall {
         BYTEBACK_CALL(normalize_grad_quantize_pair, from, 0.0f, clips.data(), noise, nullptr, values.get(), reports, threads);
         if (reports[1].nonfinite || how.is_stale(reports[1], count())) return false;
         write_scales(clips.data(), channels(), scales.data());
-        of.gradient.write(clips.data(), channels(), false, share(reports[1]), NAN);
+        of.gradient.write(clips.data(), channels(), nullptr, share(reports[1]), NAN);
         multiply_depthwise(values.get(), scales);
         return true;
     }
@@ -311,8 +325,8 @@ struct GradientCall {
                       values_each.get(), reports, threads);
         if (reports[0].nonfinite || reports[1].nonfinite) return false;
         write_scales(clips.data(), channels(), scales.data());
-        if (how.for_tensor) one.write(&clip, 1, true, share(reports[0]), gaussian);
-        each.write(clips.data(), channels(), true, share(reports[1]), gaussian_each);
+        if (how.for_tensor) one.write(&clip, 1, &clip, share(reports[0]), gaussian);
+        each.write(clips.data(), channels(), clips.data(), share(reports[1]), gaussian_each);
         if (!how.for_tensor) {
             multiply_depthwise(values_each.get(), scales);
             return true;
@@ -328,13 +342,14 @@ struct GradientCall {
     bool run() const { return how.kind == Clips::held ? by_held_clip() : how.kind == Clips::ratio ? by_ratio() : by_pair(); }
 };
 
-// mask and a to centre as block_forward made them; kept is y where it was kept as floats. The results: whether the products
+// mask and a to centre as block_forward made them; kept is y where it was kept as floats. waiting: a gradient that is added to
+// grad_input, and its mask. The results: whether the products
 // are there, the iteration, the two words of the noise key, and q, r, the gradients of gamma and beta, the masked gradient,
 // Σdx and Σdx² (pairs), grad_input, grad_weight.
 nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors& of, const GradientPlan& how, Address g,
                          Address x, Address x_scale, Address w, Address w_scale, Address mask, Address a, Address b,
-                         Address mean, Address invstd, Address kept, Address step, Address centre, bool want_masked, s64 rank,
-                         bool counts_iteration, s64 limit, int threads) {
+                         Address mean, Address invstd, Address kept, Address step, Address centre, Address waiting,
+                         Address waiting_mask, bool want_masked, s64 rank, bool counts_iteration, s64 limit, int threads) {
     const s64 channels = plan.pass.channels, rows = plan.pass.rows, now = *at<const s64>(of.iteration);
     const bool pairs = how.kind == Clips::pair, multiplies = !how.needs_floats(of, now);
     const Layout vector{1, {channels}, {1}};
@@ -381,6 +396,7 @@ nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors&
                                 at<const s8>(w),
                                 *at<const f32>(x_scale),
                                 *at<const f32>(w_scale),
+                                {at<const f32>(waiting), at<const u8>(waiting_mask)},
                                 grad_input,
                                 grad_weight,
                                 limit,

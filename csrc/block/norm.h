@@ -62,6 +62,12 @@ struct Backward {
     const f32 *p, *q, *r;
 };
 
+// A gradient that is added to another one: g where the mask is set, else +0; all of g without a mask.
+struct Waiting {
+    const f32* g;
+    const u8* mask;
+};
+
 inline s64 mask_width(s64 channels) { return (channels + 7) / 8; }
 
 // exp(t) = 2^n * e^r, n = round(t * log2 e), r = (t - n * kLn2High) - n * kLn2Low; n * kLn2High is exact.
@@ -108,16 +114,24 @@ constexpr f32 kGelu4 = -0.199391f, kGelu5 = 0.36526638f, kGelu6 = -0.1011379f;
     /* x as it is kept for backward, by itself. */                                                                             \
     void pack_norm(s64 rows, s64 channels, const void* x, Stored, const Outcome&, int threads);
 
+// dx = x + what waits; x may be dx.
+#define BYTEBACK_ADD_WAITING void add_waiting(s64 rows, s64 channels, const Waiting&, const f32* x, f32* dx, int threads);
+
 namespace generic {
 BYTEBACK_NORM_FUNCTIONS
-}
+BYTEBACK_ADD_WAITING
+}  // namespace generic
 
 namespace avx2 {
 BYTEBACK_NORM_FUNCTIONS
-}
+BYTEBACK_ADD_WAITING
+}  // namespace avx2
 
 namespace avx512vnni {
 BYTEBACK_NORM_FUNCTIONS
-}
+using avx2::add_waiting;  // as long as memory takes
+}  // namespace avx512vnni
+
+#undef BYTEBACK_ADD_WAITING
 
 }  // namespace byteback

@@ -289,4 +289,11 @@ void pack_norm(s64 rows, s64 channels, const void* x, Stored kind, const Outcome
     });
 }
 
+void add_waiting(s64 rows, s64 channels, const Waiting& from, const f32* x, f32* dx, int threads) {
+    each_element(rows, channels, threads, [&](s64 row, s64 c, Report&) {
+        const bool passes = !from.mask || (from.mask[row * mask_width(channels) + c / 8] >> c % 8 & 1);
+        dx[row * channels + c] = x[row * channels + c] + (passes ? from.g[row * channels + c] : 0.0f);
+    });
+}
+
 }  // namespace byteback::generic

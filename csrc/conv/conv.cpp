@@ -127,15 +127,20 @@ const char* conv_with_stats(Path path, const ConvShape& s, const s8* x, const s8
 #endif
 }
 
-const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
-    const ScratchScope scope;
+namespace {
+
+// By a vector kernel: its name, or null where there is none.
+const char* vector_grad_input(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads,
+                              const Epilogue* finish) {
 #ifdef BYTEBACK_AVX2
     switch (make_plan(s, ProductKind::grad_input, path).algorithm) {
         case Algorithm::depthwise: avx2::depthwise_grad_input(s, g, w, factor, dx, threads); return "avx2/depthwise";
         case Algorithm::winograd: avx2::winograd_grad_input(s, g, w, factor, dx, threads); return "avx2/winograd";
-        case Algorithm::gemm: avx2::gemm_grad_input(s, g, w, factor, dx, threads); return "avx2/gemm_s16";
+        case Algorithm::gemm: avx2::gemm_grad_input(s, g, w, factor, dx, threads, finish); return "avx2/gemm_s16";
 #ifdef BYTEBACK_AVX512VNNI
-        case Algorithm::gemm_vnni: avx512vnni::gemm_grad_input(s, g, w, factor, dx, threads); return "avx512vnni/gemm_s8";
+        case Algorithm::gemm_vnni:
+            avx512vnni::gemm_grad_input(s, g, w, factor, dx, threads, finish);
+            return "avx512vnni/gemm_s8";
         case Algorithm::winograd_vnni:
             avx512vnni::winograd_grad_input(s, g, w, factor, dx, threads);
             return "avx512vnni/winograd";
@@ -143,9 +148,55 @@ const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8
         default: break;
     }
 #endif
-    (void)path;
+    (void)path, (void)s, (void)g, (void)w, (void)factor, (void)dx, (void)threads, (void)finish;
+    return nullptr;
+}
+
+// By a vector kernel whose rows come whole and in order, so that the sum is written at once; else null.
+const char* grad_input_with_waiting(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor,
+                                    const Waiting& waiting, f32* dx, int threads) {
+#ifdef BYTEBACK_AVX2
+    const bool dense = s.stride[0] * s.stride[1] * s.stride[2] == 1 && s.groups == 1;
+    const Algorithm algorithm = make_plan(s, ProductKind::grad_input, path).algorithm;
+    if (!dense || (algorithm != Algorithm::gemm && algorithm != Algorithm::gemm_vnni)) return nullptr;
+    const char* kernel = nullptr;
+    const auto multiply = [&](const Epilogue& finish) {
+        kernel = vector_grad_input(path, s, g, w, factor, dx, threads, &finish);
+    };
+    avx2::with_waiting(
+        s.batch * s.in_pixels(), s.in_channels, waiting, dx, threads,
+        [](const Epilogue& finish, void* context) { (*static_cast<decltype(multiply)*>(context))(finish); },
+        const_cast<void*>(static_cast<const void*>(&multiply)));
+    return kernel;
+#else
+    (void)path, (void)s, (void)g, (void)w, (void)factor, (void)waiting, (void)dx, (void)threads;
+    return nullptr;
+#endif
+}
+
+}  // namespace
+
+const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+    const ScratchScope scope;
+    if (const char* kernel = vector_grad_input(path, s, g, w, factor, dx, threads, nullptr)) return kernel;
     generic::conv_grad_input(s, g, w, factor, dx, threads);
     return "generic/direct";
+}
+
+const char* conv_grad_input_sum(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor, const Waiting& waiting,
+                                f32* dx, int threads) {
+    if (!waiting.g) return conv_grad_input(path, s, g, w, factor, dx, threads);
+    const ScratchScope scope;
+    if (const char* kernel = grad_input_with_waiting(path, s, g, w, factor, waiting, dx, threads)) return kernel;
+    const char* kernel = conv_grad_input(path, s, g, w, factor, dx, threads);
+#ifdef BYTEBACK_AVX2
+    if (path != Path::generic) {
+        avx2::add_waiting(s.batch * s.in_pixels(), s.in_channels, waiting, dx, dx, threads);
+        return kernel;
+    }
+#endif
+    generic::add_waiting(s.batch * s.in_pixels(), s.in_channels, waiting, dx, dx, threads);
+    return kernel;
 }
 
 const char* conv_grad_weight(Path path, const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {

@@ -23,6 +23,17 @@ bool winograd_pays(const ConvShape& shape, ProductKind kind, Path path) {
     return 2 * pixels > 16 * tiles && shape.batch * image[0] * tiles >= 6;
 }
 
+#ifdef BYTEBACK_AVX512VNNI
+// Of the block that a matrix product multiplies in registers, by its columns (gemm_multiply_avx512vnni.h).
+const char* reason_of_vnni(s64 columns) {
+    if (columns > 16)
+        return "implicit GEMM; u8·s8 multiplies, with an offset of 128 that is taken off again; 512-bit blocks of 14x32";
+    if (columns > 8)
+        return "implicit GEMM; u8·s8 multiplies, with an offset of 128 that is taken off again; 512-bit blocks of 14x16";
+    return "implicit GEMM; u8·s8 multiplies, with an offset of 128 that is taken off again; 256-bit blocks of 14x8";
+}
+#endif
+
 }  // namespace
 #endif
 
@@ -37,7 +48,8 @@ Plan make_plan(const ConvShape& shape, ProductKind kind, Path path) {
                                      : "3x3 in space with stride 1: Winograd F(4x4,3x3), summed over the time taps"};
 #ifdef BYTEBACK_AVX512VNNI
     if (path == Path::avx512vnni)
-        return {Algorithm::gemm_vnni, false, "implicit GEMM; u8·s8 multiplies, with an offset of 128 that is taken off again"};
+        return {Algorithm::gemm_vnni, false,
+                reason_of_vnni(kind == ProductKind::grad_input ? shape.group_in() : shape.group_out())};
 #endif
     if (kind == ProductKind::grad_input)
         return {Algorithm::gemm, false, "implicit GEMM; gradients and weights are signed, so int16 multiplies"};

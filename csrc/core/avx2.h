@@ -14,7 +14,8 @@ namespace byteback::avx2 {
 // Implicit GEMM, any convolution (gemm_avx2.cpp). `nonnegative`: no value of x is negative, so u8·s8 multiplies are exact.
 void gemm_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, bool nonnegative, int threads,
                  const Epilogue* finish = nullptr);
-void gemm_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
+void gemm_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads,
+                     const Epilogue* finish = nullptr);
 void gemm_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, bool nonnegative, int threads);
 
 // Exact integer Winograd F(4x4,3x3): kernels of 3x3 in space and any number of time taps, stride and dilation 1

@@ -9,10 +9,12 @@ import sys as _sys
 
 from byteback import models
 from byteback.convert import enabled, float_state_dict, freeze, prepare, restore, unfreeze
+from byteback.export import export_onnx
 from byteback.inspect import old_paths as _old_paths
 from byteback.inspect.health import Health, RoleHealth, health
 from byteback.inspect.memory import MemoryReport, memory, tune_malloc
 from byteback.inspect.summary import LayerSummary, Summary, summary
+from byteback.loading import load
 from byteback.lr_scaling import LearningRateScaling, scale_learning_rates
 from byteback.nn import Int8Conv1d, Int8Conv2d, Int8Conv3d, Int8Linear
 from byteback.ops.backends.paths import path
@@ -47,6 +49,9 @@ __all__ = [
     "models",
     "path",
     "tune_malloc",
+    # weights of a run, and files for other runtimes
+    "load",
+    "export_onnx",
     # recipes
     "Recipe",
     "PlainInt8",

@@ -4,6 +4,8 @@
 byteback train            trains a network in float32 and in int8 with the same seeds and data, and compares them
 byteback report           writes an HTML page about runs: table, curves, speed, memory, layers, gradients
 byteback eval             evaluates a checkpoint on the test images
+byteback predict          prints and saves the predictions of a trained network for images
+byteback export           writes a trained network to an ONNX file, and compares the file with it
 byteback recipes, models  lists the recipes, or the networks
 byteback bench step       times a training step of a network against PyTorch FP32 and bf16, with its parts and its memory
 byteback bench memory     measures the peak memory of training a network against PyTorch FP32, part by part
@@ -38,7 +40,7 @@ def main() -> None:
         from byteback.bench import detect, growth, inference, kernels, memory, recipes, step
         from byteback.inspect import doctor, verify
         from byteback.report_page import command as report
-        from byteback.train import config_file, data, evaluate, listing, side_by_side
+        from byteback.train import config_file, data, evaluate, export, listing, predict, side_by_side
         from byteback.train.config import TrainConfig
     except ImportError as error:
         sys.exit(f"byteback: {_NEEDS.format(name=error.name)}")
@@ -57,6 +59,8 @@ def main() -> None:
         "train": (TrainConfig, functools.partial(side_by_side.run, when_done=report.after_training)),
         "report": (report.ReportConfig, report.run),
         "eval": (evaluate.EvalConfig, evaluate.run),
+        "predict": (predict.PredictConfig, predict.run),
+        "export": (export.ExportConfig, export.run),
         "recipes": (listing.RecipesConfig, listing.recipes),
         "models": (listing.ModelsConfig, listing.model_names),
         "bench kernels": (kernels.KernelsConfig, kernels.run),
@@ -78,17 +82,35 @@ def main() -> None:
             config = tyro.extras.subcommand_cli_from_dict(flags, prog="byteback", description="INT8 training of CNNs.")
         run = next(command for kind, command in commands.values() if kind is type(config))
         # A pipe has no width, and rich would wrap wide tables at 80 columns.
-        code = run(config, Console(width=None if sys.stdout.isatty() else 180))
+        code = run(config, Console(width=None if sys.stdout.isatty() else 180, markup=False))
     except BrokenPipeError:
         # The reader has closed the output (`byteback models | head`): print nothing, also not when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, ImportError, RuntimeError, OSError) as error:
-        sys.exit(f"byteback: {error}")
+        _end(f"byteback: {error}" if str(error) and not _another_says(error) else "", 1)
     except KeyboardInterrupt:
         print("\nbyteback: stopped at once; the last saved checkpoint is still there.", file=sys.stderr)
         sys.exit(130)
-    sys.exit(1 if code is False else code if isinstance(code, int) and code is not True else 0)
+    _end("", 1 if code is False else code if isinstance(code, int) and code is not True else 0)
+
+
+def _another_says(error: Exception) -> bool:
+    """Whether this is not the first of several ranks, and all of them raise the same error."""
+    from byteback.train.world import Agreed
+
+    return isinstance(error, Agreed) and os.environ.get("RANK", "0") != "0"
+
+
+def _end(message: str, code: int) -> None:
+    """Ends the process. One of several leaves without clean-up, in which threads of gloo may abort it (pytorch#179291)."""
+    if message:
+        print(message, file=sys.stderr)
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _bench(kinds: dict[str, type]) -> Callable[[Any], Any]:

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from byteback.ops.backends.cpu import detect
-from byteback.ops.backends.registry import same_device
+from byteback.ops.backends.registry import detection_of, same_device
 
 _NMS_ROWS = 512  # limits the overlap table to 512 x boxes: RPNs pass thousands of boxes at once
 
@@ -30,7 +29,8 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     same_device("torchvision::nms", (dets, scores))
     order = scores.argsort(descending=True, stable=True)
     boxes = dets.detach()[order].contiguous()
-    return order[(detect.nms if detect.is_ready(boxes) else _plain_nms)(boxes, iou_threshold)]
+    native = detection_of(boxes)
+    return order[(_plain_nms if native is None else native.nms)(boxes, iou_threshold)]
 
 
 def roi_align(
@@ -43,14 +43,15 @@ def roi_align(
             "[N, C, H, W] and boxes [K, 5], each (image, x1, y1, x2, y2)."
         )
     same_device("torchvision::roi_align", (input, rois))
-    if not detect.is_ready(input, rois) or input.numel() == 0:
+    native = detection_of(input, rois)
+    if native is None or input.numel() == 0:
         return _plain_roi_align(input, rois, spatial_scale, height, width, sampling_ratio, aligned)
     if len(rois) and not (rois[:, 0].min() >= 0 and rois[:, 0].max() < len(input)):
         raise ValueError(
             f"torchvision::roi_align: the boxes are of images {rois[:, 0].min():g} to {rois[:, 0].max():g}, but the map "
             f"has {len(input)} images. The first number of a box is the index of its image."
         )
-    out: Tensor = _RoiAlign.apply(input, rois.detach(), spatial_scale, (height, width), sampling_ratio, aligned)
+    out: Tensor = _RoiAlign.apply(native, input, rois.detach(), spatial_scale, (height, width), sampling_ratio, aligned)
     return out
 
 
@@ -59,19 +60,19 @@ class _RoiAlign(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, rois: Tensor, scale: float, bins: tuple[int, int], samples: int, aligned: bool
+        ctx: Any, native: Any, input: Tensor, rois: Tensor, scale: float, bins: tuple[int, int], samples: int, aligned: bool
     ) -> Tensor:
         rois = rois.contiguous()
         N, C, H, W = input.shape
         ctx.save_for_backward(rois)
-        ctx.call = detect.RoiCall(N, C, (H, W), len(rois), bins, scale, samples, aligned)
-        return detect.roi_align(ctx.call, input, rois)
+        ctx.native, ctx.call = native, native.RoiCall(N, C, (H, W), len(rois), bins, scale, samples, aligned)
+        return native.roi_align(ctx.call, input, rois)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (rois,) = ctx.saved_tensors
-        return detect.roi_align_grad(ctx.call, grad_output, rois), None, None, None, None, None
+        return None, ctx.native.roi_align_grad(ctx.call, grad_output, rois), None, None, None, None, None
 
 
 def _plain_nms(boxes: Tensor, iou_threshold: float) -> Tensor:

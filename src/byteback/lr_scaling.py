@@ -7,6 +7,10 @@ the optimizer takes its step as usual, and the hooks scale the change of the wei
     before the step   save w0 = w
     after the step    w = w0 + φ · (w - w0), nothing if φ is 1
 
+Where the optimizer stores the direction v of its step, w0 is not needed. SGD with momentum (not Nesterov) has w = w0 - lr · v:
+
+    after the step    w = w + (1 - φ) · lr · v
+
 This works with schedulers, parameter groups, foreach and fused variants and gradient accumulation. The same hooks count
 iterations, share measurements between ranks (nn/ranks.py), and drop the gradients of a step with NaN or Inf if the recipe has
 on_nonfinite="skip". Where a backend defers its errors (nn/flags.py), the hooks raise them before the step.
@@ -17,11 +21,11 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from byteback.convert import int8_layers
 from byteback.nn import Int8Layer, flags, ranks
@@ -30,6 +34,16 @@ from byteback.nn.layers.weights import refuse_training
 from byteback.nn.undo import Watch, drop_step, end_step, refuse_step
 from byteback.ops.backends.cpu import allocator
 from byteback.ops.contract import layout
+
+
+class _Before(NamedTuple):
+    """A weight whose step will be scaled, as it was before the step."""
+
+    owners: list[Int8Layer]
+    factor: Any  # None if it is only known after the step
+    group: dict[str, Any] | None  # the parameter group, if the optimizer stores the direction of its step
+    version: int  # of the weight
+    w0: Tensor | None  # a copy, if it does not
 
 
 class LearningRateScaling:
@@ -41,7 +55,7 @@ class LearningRateScaling:
         self.skipped = 0
         self._optimizer = weakref.ref(optimizer)  # its hooks refer to this object; a strong reference would keep it alive
         self._process_group = process_group
-        self._before: list[tuple[list[Int8Layer], Tensor, Any]] = []
+        self._before: list[_Before] = []
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._pre_step),
             optimizer.register_step_post_hook(self._post_step),
@@ -99,10 +113,13 @@ class LearningRateScaling:
         ]
         # With a closure, the gradients and so the factors are only computed during the step.
         known = [None] * len(stepped) if closure is not None else _factors(stepped)
+        scaled = [(owners, factor) for owners, factor in zip(stepped, known, strict=True) if not _is_one(factor)]
+        directed = _directed(optimizer) if scaled else {}
         self._before = [
-            (owners, _copy(_shard(owners[0].weight)), factor)
-            for owners, factor in zip(stepped, known, strict=True)
-            if not _is_one(factor)
+            _Before(owners, factor, group, weight._version, None if group is not None else _copy(_shard(weight)))
+            for owners, factor in scaled
+            for weight in [owners[0].weight]
+            for group in [directed.get(id(weight))]
         ]
         if closure is None:
             return None
@@ -118,16 +135,20 @@ class LearningRateScaling:
 
     @torch.no_grad()
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        late = _factors([owners for owners, _, factor in self._before if factor is None])
-        weights, before, shorter = [], [], []
-        for owners, weight, known in self._before:
-            factor = late.pop(0) if known is None else known
-            if not _is_one(factor):
-                weights.append(_shard(owners[0].weight))
-                before.append(weight)
-                shorter.append(factor)
+        late = _factors([before.owners for before in self._before if before.factor is None])
+        weights, saved, shorter = [], [], []
+        for owners, known, group, version, w0 in self._before:
+            factor, weight = late.pop(0) if known is None else known, owners[0].weight
+            if _is_one(factor):
+                continue
+            if w0 is None:
+                _step_back(optimizer, group, weight, factor, version)
+                continue
+            weights.append(_shard(weight))
+            saved.append(w0)
+            shorter.append(factor)
         self._before = []
-        _shorten(weights, before, shorter)
+        _shorten(weights, saved, shorter)
         for layer in self.layers.values():
             layer.quantizers.__dict__["stepped"] = True  # nn.Module would search its parameters for the name
         if self.layers:
@@ -207,6 +228,32 @@ def _factors(groups: list[list[Int8Layer]]) -> list[Any]:
 def _is_one(factor: Any) -> bool:
     """Whether a factor is known to be 1. The value of a tensor is not read."""
     return not isinstance(factor, Tensor) and factor == 1.0
+
+
+def _directed(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """Returns the groups of the weights, by id(), for which the optimizer stores the direction of its step.
+
+    The fused SGD may skip the step without a sign (under a GradScaler), and a learning rate in a tensor is slow to read.
+    """
+    if type(optimizer) is not SGD:
+        return {}
+    found = {}
+    for group in optimizer.param_groups:
+        plain = not (group["nesterov"] or group["fused"] or group["differentiable"]) and isinstance(group["lr"], float | int)
+        if plain and group["momentum"]:
+            found.update({id(weight): group for weight in group["params"]})
+    return found
+
+
+def _step_back(optimizer: Optimizer, group: Any, weight: Tensor, factor: Any, version: int) -> None:
+    """w = w + (1 - φ) · lr · v. Nothing if the optimizer did not step, because another hook has removed the gradient."""
+    if weight._version == version:
+        return
+    own, direction = _shard(weight), _shard(optimizer.state[weight]["momentum_buffer"])
+    if isinstance(factor, Tensor):  # not read: its value would have to be waited for
+        own.add_(direction * ((1.0 - factor) * group["lr"]).to(direction.dtype))
+    else:
+        own.add_(direction, alpha=(1.0 - factor) * group["lr"])
 
 
 def _copy(weight: Tensor) -> Tensor:

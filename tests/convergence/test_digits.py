@@ -28,6 +28,8 @@ class Silent:
 
     def on_epoch(self, *_: Any) -> None: ...
 
+    def say(self, text: str) -> None: ...
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -29,6 +29,8 @@ class Silent:
 
     def on_epoch(self, *_: Any) -> None: ...
 
+    def say(self, text: str) -> None: ...
+
 
 @pytest.mark.convergence
 @pytest.mark.parametrize("recipe", ["float32", "unified-int8", "distribution-adaptive-int8"])

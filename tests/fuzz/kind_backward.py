@@ -18,7 +18,7 @@ from fuzz.kind_quantize import SHAPE, bias_shape, shape_of
 from fuzz.operands import FLOATS, KEYS, LAYOUTS, VECTOR_LAYOUTS, floats, integers, key_of, laid_out, magnitudes
 from oracles import norms, passes, quantize, statistics
 
-NAMES = ("grad", "grad", "sums", "quantize", "quantize_pair", "by_ratio", "tails")
+NAMES = ("grad", "grad", "sums", "quantize", "quantize_pair", "by_ratio", "tails", "waiting")
 
 
 class Kept:
@@ -75,6 +75,10 @@ def _build(case: Case, rng: np.random.Generator) -> Check:
         options = {"want_masked": case["want_masked"], "want_squares": case["want_squares"]}
         expected = total, dot, squares if case["want_squares"] else None, masked if case["want_masked"] else None
         return Check(lambda: ops.normalize_grad_sums(*of.parts[:6], **options), expected, of.inputs)
+    if case["name"] == "waiting":
+        x = laid_out(floats(tuple(g.shape), case["x"], rng), case["layout"])
+        gm = passes.masked_gradient(g.numpy(), x.numpy(), None, None, arrays(of.mask), "none")
+        return Check(lambda: ops.add_waiting(x, g, of.mask), x.numpy() + gm, [x, *tensors(g, of.mask)])
     dx = of.dx()
     if case["name"] == "grad":
         return Check(lambda: ops.normalize_grad(of.parts), dx, of.inputs)

@@ -126,6 +126,14 @@ def normalize_grad_sums(arena: Arena, path: int, threads: int) -> None:
         library.normalize_grad_sums(path, backward, **to, masked=arena.room(rows * channels), threads=threads)
 
 
+def add_waiting(arena: Arena, path: int, threads: int) -> None:
+    for (rows, channels), masked in itertools.product(ROWS, (False, True)):
+        count = rows * channels
+        mask = arena.bytes_(rows * math.ceil(channels / 8)) if masked else 0
+        given = {"g": arena.floats(count), "mask": mask, "x": arena.floats(count), "dx": arena.room(count)}
+        library.add_waiting(path, rows=rows, channels=channels, **given, threads=threads)
+
+
 def normalize_grad(arena: Arena, path: int, threads: int) -> None:
     for backward, rows, channels in _backwards(arena):
         library.normalize_grad(path, backward, dx=arena.room(rows * channels), threads=threads)
@@ -329,6 +337,7 @@ CALLS = [
     normalize,
     pack_norm,
     normalize_batch,
+    add_waiting,
     normalize_grad_sums,
     normalize_grad,
     normalize_grad_quantize,

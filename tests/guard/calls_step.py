@@ -98,6 +98,9 @@ def block_backward(arena: Arena, path: int, threads: int) -> None:
             **{name: arena.longs([value]) for name, value in (("seed", 7), ("layer", 3), ("count", 9), ("iteration", 5))},
         )
         kept = {0: arena.floats, 1: lambda count: arena.floats(count, torch.bfloat16), 2: arena.int8}[kind](shape.output_count)
+        waiting = arena.floats(shape.input_count) if number % 2 else 0
+        masks = shape.input_count // shape.channels * math.ceil(shape.channels / 8)
+        waiting_mask = arena.bytes_(masks) if number % 4 == 1 else 0
         done, _, _, _, made = library.block_backward(
             path,
             plan,
@@ -116,6 +119,8 @@ def block_backward(arena: Arena, path: int, threads: int) -> None:
             kept,
             arena.positive(filters) if kind == 2 else 0,
             arena.floats(filters) if kind == 2 else 0,
+            waiting,
+            waiting_mask,
             number % 3 == 0,
             0,
             True,

@@ -45,6 +45,25 @@ def test_backward_agrees(shape: tuple[int, ...], activation: str) -> None:
 
 
 @with_native
+@by_shape
+def test_waiting_gradients_are_added(shape: tuple[int, ...]) -> None:
+    x, g = drawn(shape, 1), drawn(shape, 8, special=False)
+    mask = block.pack_mask(drawn(shape, 3) > 0)
+    assert same(agree(lambda: ops.add_waiting(x, g, None)), x + g)
+    masked = agree(lambda: ops.normalize_grad_sums(g, x, None, None, mask, "none", want_masked=True)).masked
+    assert same(agree(lambda: ops.add_waiting(x, g, mask)), x + masked)
+
+
+def test_waiting_gradients_of_other_shapes_are_refused() -> None:
+    x, mask = torch.zeros(2, 8, 3), torch.zeros(6, 1, dtype=torch.uint8)
+    assert ops.add_waiting(x, x, mask).shape == x.shape
+    with pytest.raises(ValueError, match="add_waiting: x has shape"):
+        ops.add_waiting(x, x[:1], mask)
+    with pytest.raises(ValueError, match="add_waiting: mask has shape"):
+        ops.add_waiting(x, x, mask[:5])
+
+
+@with_native
 def test_none_without_a_mask_needs_no_vectors() -> None:
     g, x = drawn((2, 24, 5, 5), 1), drawn((2, 24, 5, 5), 3)
     p, q, r = vectors(24, 3, 0)

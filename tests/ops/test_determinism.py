@@ -115,6 +115,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         *(F4, F4, *V[:2], None, "relu", V[2].double(), V[3].double(), 1e-5), want_masked=True, want_sums=True
     ),
     "normalize_grad_sums": lambda: ops.normalize_grad_sums(F4, F4, *V[:2], None, "relu6", want_masked=True),
+    "add_waiting": lambda: (ops.add_waiting(F4, F4, None),),
     "normalize_grad": lambda: ops.normalize_grad(PARTS._replace(activation="hardswish")),
     "normalize_grad_quantize_pair": lambda: sum(
         ops.normalize_grad_quantize_pair(PARTS, ONE, V[3].abs().reshape(1, -1, 1, 1), KEY), ()

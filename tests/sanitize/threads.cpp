@@ -180,7 +180,7 @@ void add_finished(Path path, std::vector<Call>& calls) {
                          Room<f32> y(s.out_pixels() * s.out_channels), low(s.out_channels), high(s.out_channels);
                          Room<f64> total(s.out_channels), squares(s.out_channels);
                          const s8* operand = given().bytes.data();
-                         conv_with_stats(path, s, operand, operand + (1 << 19), {given().positive.data(), 0, 1}, y,
+                         conv_with_stats(path, s, operand, operand + (1 << 19), {given().positive.data(), 0, 1}, y, Stored::f32,
                                          {total, squares, low, high}, threads);
                          Bytes all;
                          total.add_to(all), squares.add_to(all), low.add_to(all), high.add_to(all), y.add_to(all);

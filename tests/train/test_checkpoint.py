@@ -16,7 +16,8 @@ def contents() -> dict[str, object]:
     torch.manual_seed(0)
     state = {"weight": torch.randn(3, 4), "count": torch.tensor(7)}
     data = {"model": state, "optimizer": {"lr": 0.1}, "random": torch.get_rng_state(), "lengths": {}}
-    return {**data, "progress": checkpoint.as_data(Progress(epoch=2, seconds=1.5))}
+    about = {"config": "", "variant": "float32", "recipe": None, "seed": 0, "classes": 2, "image_size": 8, "channels": 1}
+    return {**about, **data, "progress": checkpoint.as_data(Progress(epoch=2, seconds=1.5))}
 
 
 def test_a_checkpoint_comes_back_and_its_fingerprint_knows_every_bit(tmp_path: Path) -> None:

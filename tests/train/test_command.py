@@ -122,8 +122,9 @@ def test_a_finished_run_is_not_trained_again_and_more_members_may_join(whole: Pa
 def test_a_member_that_diverges_is_a_result_and_the_others_go_on(tmp_path: Path) -> None:
     recipes = ("--recipe", "plain-int8", "float32", "--lr", "1e30", "--epochs", "1", "--output-dir", "run")
     done = byteback("train", *recipes, "--no-tensorboard", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("diverged in epoch 1") == 2 and "1 diverged" in done.stdout
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("diverged in epoch 1: ") == 2 and "1 diverged" in done.stdout
+    assert "Every member diverged, so there is no result. First: " in done.stdout
     states = [found["state"] for found in json.loads((tmp_path / "run" / "summary.json").read_text())["members"]]
     assert states == ["diverged", "diverged"]
 

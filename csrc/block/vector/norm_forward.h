@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "block/vector/norm_fetch.h"
 #include "block/vector/norm_rows.h"
 
 namespace byteback::BYTEBACK_PATH {
@@ -158,7 +159,10 @@ struct ApplyKernel {
         for (int v = 0; v < V; ++v) q[v] = to_ints(y[v]);
         lanes.store_bytes(to.values + result + e, q);
     }
-    BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
+    BYTEBACK_INLINE void block(s64 e) {
+        fetch_ahead(run.x + e);
+        some<4>(e, AllLanes{});
+    }
     template <class Lanes>
     BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
         some<1>(e, lanes);

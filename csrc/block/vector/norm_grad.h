@@ -3,11 +3,19 @@
 // Compiled once per path, behind its vectors.
 #pragma once
 
+#include "block/vector/norm_fetch.h"
 #include "block/vector/norm_gradient.h"
 
 namespace byteback::BYTEBACK_PATH {
 
 namespace {
+
+// The block of a run that begins at e: what lies kFetchAhead behind it.
+template <Stored stored, Gate gate>
+BYTEBACK_INLINE void fetch_ahead(const GradientRun<stored, gate>& run, s64 e) {
+    fetch_ahead(run.from.g + run.at + e);
+    fetch_kept_ahead<stored>(run.from.x, run.at + e);
+}
 
 template <Stored stored, Gate gate>
 struct FloatKernel {
@@ -17,6 +25,7 @@ struct FloatKernel {
 
     BYTEBACK_INLINE void start(s64 row) { run.start(row); }
     BYTEBACK_INLINE void block(s64 e) {
+        fetch_ahead(run, e);
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) vector(e + kLanes * v, AllLanes{});
     }
@@ -57,7 +66,10 @@ struct ByteKernel {
         for (int v = 0; v < V; ++v) q[v] = stochastic ? rounded_stochastically(y[v], u[v]) : to_ints(y[v]);  // half to even
         lanes.store_bytes(result + run.at + e, q, stream);
     }
-    BYTEBACK_INLINE void block(s64 e) { some<4>(e, AllLanes{}); }
+    BYTEBACK_INLINE void block(s64 e) {
+        fetch_ahead(run, e);
+        some<4>(e, AllLanes{});
+    }
     template <class Lanes>
     BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
         some<1>(e, lanes);

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "conv/gemm/gather.h"
+#include "conv/gemm/gemm_block.h"
 #include "core/parallel.h"
 
 namespace byteback {
@@ -45,9 +46,10 @@ public:
     GradWeight(const ConvShape& shape, s64 group, const s8* gradient, const s8* x)
         : s(shape), from(x, s.in, s.in_channels, group * s.group_in(), s.group_in(), s.stride, forward_taps(s)),
           dense(is_dense(s) ? x + group * s.group_in() : nullptr), g(gradient + group * s.group_out()), C(s.group_in()),
-          K(s.group_out()), rows(s.taps() * C), tile(round_up(ceil_div(rows, ceil_div(rows, Micro::kTileRows)), Micro::kRows)),
-          tiles(ceil_div(rows, tile)), panels(ceil_div(K, kColumns)), a_tile(kBlock * tile * Micro::kBytes),
-          b_panel(kBlock * kColumns * Micro::kBytes + 64), zeros(static_cast<size_t>(K) + 16, 0),
+          K(s.group_out()), rows(s.taps() * C),
+          tile(round_up(ceil_div(rows, ceil_div(rows, Micro::kTileRows)), Micro::kTileStep)), tiles(ceil_div(rows, tile)),
+          panels(ceil_div(K, kColumns)), a_tile(kBlock * tile * Micro::kBytes), b_panel(kBlock * kColumns * Micro::kBytes + 64),
+          zeros(static_cast<size_t>(K) + 16, 0),
           sums(reinterpret_cast<s32*>(scratch<SumScratch>(static_cast<size_t>(size()) * 4))) {}
 
     // Adds up the pixels [first, first + count) of grad_output. `finish(unit)` is called, by some thread, for each unit of
@@ -87,13 +89,7 @@ private:
                 row[u] = k + u < count ? g + (first + k + u) * s.out_channels : zeros.data();
                 if (k + u + kFetchAhead < count) fetch(row[u] + kFetchAhead * s.out_channels, K);
             }
-            for (s64 panel = 0; panel < panels; ++panel) {
-                const s64 j = panel * kColumns;
-                const s8* source[4];
-                for (int u = 0; u < Micro::kUnit; ++u) source[u] = row[u] + j;
-                char* here = to + panel * b_panel + k * kColumns * Micro::kBytes;
-                Micro::interleave_b(here, source, std::min(kColumns, K - j), K - j);
-            }
+            Micro::interleave_b(to + k * kColumns * Micro::kBytes, row, K, K, b_panel);
         }
     }
 
@@ -209,13 +205,19 @@ private:
 
     // One block of tile t by the panels [p0, p1).
     void multiply(const char* A, const char* B, s64 padded, s64 t, s64 p0, s64 p1, s32* to, bool accumulate) const {
-        const s64 height = std::min(tile, rows - t * tile);
-        alignas(64) s32 starts[kColumns];
-        for (s64 p = p0; p < p1; ++p) {
-            Micro::column_starts(B + p * b_panel, padded / Micro::kUnit, starts);
-            for (s64 i = 0; i < height; i += Micro::kRows)
-                multiply_block<Micro>(A + i * 4, 4, tile * 4, B + p * b_panel, padded / Micro::kUnit, starts,
-                                      to + ((t * panels + p) * tile + i) * kColumns, kColumns, accumulate);
+        // Blocks of a tile have about the same height: 64 rows are five times 13 or 12.
+        const s64 height = std::min(tile, rows - t * tile), blocks = ceil_div(height, s64{Micro::kRows});
+        const s64 each = Micro::kExact ? ceil_div(height, blocks) : Micro::kRows, steps = padded / Micro::kUnit;
+        alignas(64) s32 starts[Micro::kPanels * kColumns];
+        for (s64 p = p0; p < p1; p += Micro::kPanels) {
+            const s64 columns = std::min(K, p1 * kColumns) - p * kColumns, panels_here = std::min<s64>(Micro::kPanels, p1 - p);
+            for (s64 i = 0; i < panels_here; ++i) Micro::column_starts(B + (p + i) * b_panel, steps, starts + i * kColumns);
+            for (s64 i = 0; i < height; i += each) {
+                const Stretch depth{A + i * 4, B + p * b_panel, steps};
+                Micro::multiply_sums({&depth, 1, 4, tile * 4, b_panel, std::min(each, height - i),
+                                      std::min(columns, panels_here * kColumns), starts},
+                                     {to + ((t * panels + p) * tile + i) * kColumns, kColumns, tile * kColumns, accumulate});
+            }
         }
     }
 

@@ -108,16 +108,13 @@ private:
     }
 
     void pack(const Weights& w, int threads) {
-        const auto needs = [&](const Phase& phase) {
-            return packed_bytes<Micro>(phase.product, K, static_cast<s64>(phase.runs.size()));
-        };
+        const auto needs = [&](const Phase& phase) { return packed_bytes<Micro>(phase.product, K, 1); };
         s64 bytes = 0;
         for (const Phase& phase : phases) bytes += needs(phase);
         char* to = scratch<WeightScratch>(static_cast<size_t>(bytes));
         for (Phase& phase : phases) {
-            std::vector<DepthPart> parts;
-            for (const TapRun& run : phase.runs) parts.push_back({run.first * K, run.taps * K});
-            phase.packed = pack_weights<Micro>(phase.product, w, K, parts, threads, to);
+            const s64 depth = static_cast<s64>(phase.product.taps.size()) * K;
+            phase.packed = pack_weights<Micro>(phase.product, w, K, {{0, depth}}, threads, to);
             to += needs(phase);
         }
     }
@@ -151,7 +148,7 @@ private:
         const s64 slack = high[1] - low[1] + Micro::kRows + 1;
         char* A = scratch<SourceScratch>(static_cast<size_t>(((rows + high[0] - low[0]) * width + slack) * pixel));
         pack_source(n, begin, end, A);
-        std::vector<f32*> to(static_cast<size_t>(round_up(count, Micro::kRows)));
+        std::vector<f32*> to(static_cast<size_t>(Micro::kExact ? count : round_up(count, Micro::kRows)));
         for (const Phase& phase : phases) {
             const Product& p = phase.product;
             for (s64 i = 0; i < static_cast<s64>(to.size()); ++i) {
@@ -163,31 +160,31 @@ private:
             const s64 each = std::max<s64>(1, kPixelBytes / (pixel * (high[0] - low[0] + 1)) / Micro::kRows) * Micro::kRows;
             const s64 all = static_cast<s64>(to.size());
             for (s64 i = 0; i < all; i += each)
-                for (s64 j = 0; j < p.columns; j += kColumns) run_panel(phase, n, j, A, to, i, std::min(all, i + each));
+                for (s64 j = 0; j < p.columns; j += kWide) run_panels(phase, n, j, A, to, i, std::min(all, i + each));
         }
         if (streaming) end_streams();
     }
 
-    void run_panel(const Phase& phase, s64 n, s64 j, const char* A, const std::vector<f32*>& to, s64 begin, s64 end) const {
+    void run_panels(const Phase& phase, s64 n, s64 j, const char* A, const std::vector<f32*>& to, s64 begin, s64 end) const {
         const Product& p = phase.product;
-        const s64 pixel = K * Micro::kBytes, length = static_cast<s64>(p.taps.size()) * K;
-        const char* B = phase.packed.panels + j * length * Micro::kBytes;
+        const s64 pixel = K * Micro::kBytes, panel = static_cast<s64>(p.taps.size()) * K * kColumns * Micro::kBytes;
+        const char* B = phase.packed.panels + j / kColumns * panel;
         const f32* factors = p.factor.values + n * p.factor.row + (p.result_begin + j) * p.factor.column;
-        const ColumnFactors scales(factors, p.factor.column != 0);
-        alignas(64) s32 sums[Micro::kRows * kColumns];
+        std::vector<Stretch> depth(phase.runs.size());
         for (s64 i = begin; i < end; i += Micro::kRows) {
-            for (size_t part = 0; part < phase.runs.size(); ++part) {
+            for (size_t part = 0; part < depth.size(); ++part) {
                 const TapRun& run = phase.runs[part];
                 const s64 at = (run.row - low[0]) * width + run.column - low[1] + i;
-                multiply_block<Micro>(A + at * pixel, pixel, 4, B + run.first * K * kColumns * Micro::kBytes,
-                                      run.taps * K / Micro::kUnit, phase.packed.start(static_cast<s64>(part), j), sums,
-                                      kColumns, part > 0);
+                depth[part] = {A + at * pixel, B + run.first * K * kColumns * Micro::kBytes, run.taps * K / Micro::kUnit};
             }
-            for (s64 k = 0; k < Micro::kRows; ++k)
-                if (to[static_cast<size_t>(i + k)])
-                    write_floats(sums + k * kColumns, 1, to.data() + i + k, j, scales, streaming);
+            Micro::multiply_floats(
+                {depth.data(), static_cast<s64>(depth.size()), pixel, 4, panel, std::min<s64>(Micro::kRows, end - i),
+                 std::min(kWide, p.columns - j), phase.packed.start(0, j)},
+                {to.data() + i, j, factors, p.factor.column != 0, streaming});
         }
     }
+
+    static constexpr s64 kWide = Micro::kPanels * kColumns;  // columns of a block
 
     const ConvShape& s;
     const s64 K;
@@ -199,8 +196,9 @@ private:
 };
 
 template <class Micro>
-void run_strided_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
-    if (!Phases<Micro>::fit(s)) return run_grad_input<Micro>(s, g, w, factor, dx, threads);
+void run_strided_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads,
+                            const Epilogue* finish) {
+    if (!Phases<Micro>::fit(s)) return run_grad_input<Micro>(s, g, w, factor, dx, threads, finish);
     for (s64 group = 0; group < s.groups; ++group) Phases<Micro>(s, group, g, w, factor, dx, threads).run(threads);
 }
 

@@ -13,9 +13,7 @@
 #include <cmath>
 #include <vector>
 
-#include "block/epilogue.h"
-#include "conv/gemm/gather.h"
-#include "core/parallel.h"
+#include "conv/gemm/gemm_weights.h"
 
 namespace byteback {
 namespace {
@@ -23,29 +21,9 @@ namespace {
 constexpr s64 kBlockBytes = 400'000;    // of A and C that stay in the second-level cache
 constexpr s64 kStreamBytes = 16 << 20;  // results larger than this bypass the caches
 
-struct Product {
-    Gather from;
-    s64 depth;  // channels summed per tap
-    s64 batch, grid[3];
-    std::vector<Tap> taps;
-    f32* result;
-    const s64* result_size;
-    s64 result_channels, result_begin, columns;
-    s64 result_start[3], result_step[3];
-    Factor factor;
-    const Epilogue* finish;  // null, or what gets the rows of an output instead of `result`
-
-    s64 grid_pixels() const { return grid[0] * grid[1] * grid[2]; }
-};
-
 // A stretch of one tap's channels that goes into one depth block.
 struct Segment {
     s64 tap, begin, length, position;
-};
-
-// A stretch of the packed depth that is multiplied in one go.
-struct DepthPart {
-    s64 start, length;
 };
 
 struct DepthBlock {
@@ -82,91 +60,6 @@ std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded, s64 most) 
     return blocks;
 }
 
-// One group's weights, w[k][tap][c], as the product reads them: depth along c and columns along k (output), or the reverse.
-struct Weights {
-    const s8* w;
-    s64 taps, C;
-    bool columns_are_k;
-
-    const s8* row(s64 k, s64 tap) const { return w + (k * taps + tap) * C; }
-};
-
-constexpr s64 kSmallWeights = 32 << 10;  // bytes packed in less time than threads need to meet
-
-struct WeightScratch {};
-struct RowScratch {};
-
-// A panel whose depth lies together in memory: 16 rows are widened, then their 4-byte steps are turned from [row][step] to
-// [step][row].
-template <class Micro>
-void pack_panel_of_rows(const Product& p, const Weights& w, s64 tap, s64 column, s64 padded, char* to) {
-    const s64 length = padded * Micro::kBytes, stride = round_up(length + 32, 64), steps = length / 4;
-    char* rows = scratch<RowScratch>(static_cast<size_t>(stride * kColumns));
-    std::memset(rows, 0, static_cast<size_t>(stride * kColumns));
-    for (s64 j = 0; j < std::min(kColumns, p.columns - column); ++j) {
-        Micro::pack_row_b(rows + j * stride, w.row(column + j, tap), p.depth);
-        const s64 filled = p.depth * Micro::kBytes;
-        std::memset(rows + j * stride + filled, 0, static_cast<size_t>(length - filled));
-    }
-    for (s64 step = 0; step < steps; ++step)
-        for (s64 j = 0; j < kColumns; ++j) std::memcpy(to + (step * kColumns + j) * 4, rows + j * stride + step * 4, 4);
-}
-
-// A panel whose columns lie together: `kUnit` rows at a time are interleaved.
-template <class Micro>
-void pack_panel_of_columns(const Product& p, const Weights& w, s64 tap, s64 column, s64 padded, const s8* zeros, char* to) {
-    const s64 width = std::min(kColumns, p.columns - column);
-    for (s64 l = 0; l < padded; l += Micro::kUnit) {
-        const s8* from[4];
-        for (int u = 0; u < Micro::kUnit; ++u) from[u] = l + u < p.depth ? w.row(l + u, tap) + column : zeros;
-        Micro::interleave_b(to + l * kColumns * Micro::kBytes, from, width, p.columns - column);
-    }
-}
-
-struct PackedWeights {
-    const char* panels;  // [columns / 16][padded depth / unit][16][unit]
-    const s32* starts;   // [part][columns]: from where the sums of a column begin in each part of the depth
-    s64 width;           // columns, rounded up to whole panels
-
-    const s32* start(s64 part, s64 column) const { return starts + part * width + column; }
-};
-
-template <class Micro>
-s64 packed_bytes(const Product& p, s64 padded, s64 parts) {
-    const s64 panels = ceil_div(p.columns, kColumns), length = static_cast<s64>(p.taps.size()) * padded;
-    return round_up(panels * length * kColumns * Micro::kBytes, 64) + round_up(parts * panels * kColumns * 4, 64);
-}
-
-// Into `packed`, of packed_bytes. The depth is going to be multiplied in `parts`, each of which takes off the offset of its own
-// columns and no other: so a part's sums are those of its own products, however parts are added up, and in which width.
-template <class Micro>
-PackedWeights pack_weights(const Product& p, const Weights& w, s64 padded, const std::vector<DepthPart>& parts, int threads,
-                           char* packed) {
-    const s64 taps = static_cast<s64>(p.taps.size()), panels = ceil_div(p.columns, kColumns), length = taps * padded;
-    const s64 panel_bytes = length * kColumns * Micro::kBytes, all = round_up(panels * panel_bytes, 64);
-    s32* starts = reinterpret_cast<s32*>(packed + all);
-    if (all < kSmallWeights) threads = 1;
-    const s8 zeros[kColumns] = {};
-    parallel_for(threads, panels * taps, [&](s64 job) {
-        const s64 column = job / taps * kColumns, t = job % taps, tap = p.taps[static_cast<size_t>(t)].weight;
-        char* to = packed + (column * length + t * padded * kColumns) * Micro::kBytes;
-        if (w.columns_are_k)
-            pack_panel_of_rows<Micro>(p, w, tap, column, padded, to);
-        else
-            pack_panel_of_columns<Micro>(p, w, tap, column, padded, zeros, to);
-    });
-    if (Micro::kOffset)
-        parallel_for(threads, panels, [&](s64 panel) {
-            s32* to = starts + panel * kColumns;
-            for (const DepthPart& part : parts) {
-                const char* B = packed + panel * panel_bytes + part.start * kColumns * Micro::kBytes;
-                Micro::column_starts(B, part.length / Micro::kUnit, to);
-                to += panels * kColumns;
-            }
-        });
-    return {packed, starts, panels * kColumns};
-}
-
 s64 row_of(const Product& p, const Pixel& pixel) {
     s64 flat = pixel.n;
     for (int axis = 0; axis < 3; ++axis)
@@ -176,6 +69,10 @@ s64 row_of(const Product& p, const Pixel& pixel) {
 
 f32* result_of(const Product& p, const Pixel& pixel) {
     return p.result + row_of(p, pixel) * p.result_channels + p.result_begin;
+}
+
+s64 result_bytes(const Product& p) {
+    return p.batch * p.result_size[0] * p.result_size[1] * p.result_size[2] * p.result_channels * 4;
 }
 
 void write_row(const Product& p, const s32* sums, s64 n, f32* to) {
@@ -190,6 +87,28 @@ void write_row(const Product& p, const s64* sums, s64 n, f32* to) {
 
 struct BlockScratch {};
 struct FinishScratch {};
+
+// Fetches the source of the block behind this one into the second-level cache, a share with each multiply: else the multipliers
+// would rest while a block is gathered from memory. For kernels of one tap; with more, most pixels were read before.
+class Ahead {
+public:
+    Ahead(const Product& product, s64 first, s64 rows, s64 multiplies)
+        : p(product), left(p.from.taps() == 1 && rows > 0 ? rows : 0), share(left ? ceil_div(rows, multiplies) : 0),
+          pixel(left ? pixel_of(first, p.grid) : Pixel{}) {}
+
+    void fetch() {
+        for (s64 i = std::min(share, left); i > 0; --i, --left, next_pixel(pixel, p.grid)) {
+            const s8* row = p.from.at(p.from.origin(pixel), 0);
+            for (s64 c = 0; c < p.depth; c += 64) __builtin_prefetch(row + c, 0, 2);
+        }
+    }
+
+private:
+    const Product& p;
+    s64 left;
+    const s64 share;
+    Pixel pixel;
+};
 
 template <class Micro>
 class Runner {
@@ -210,7 +129,8 @@ public:
 
     void run(int threads) {
         // One depth block and full panels: the sums are final when they leave the registers.
-        const bool direct = blocks.size() == 1 && p.columns % kColumns == 0 && p.factor.row == 0;
+        const bool whole = Micro::kExact || p.columns % kColumns == 0;
+        const bool direct = blocks.size() == 1 && whole && p.factor.row == 0;
         const s64 c_bytes = direct && !p.finish ? 0 : padded_columns * 4;
         // Every block ends in the second-level cache, and every thread gets as many blocks as the others.
         s64 each = Micro::kRows * 16;
@@ -232,25 +152,33 @@ private:
         gather(blocks[0], first, count, A);
         std::vector<f32*> to(static_cast<size_t>(count));
         f32* own = p.finish ? floats(count * p.columns) : nullptr;
-        bool aligned = !own && rows * p.columns * 4 > kStreamBytes;
+        bool aligned = !own && result_bytes(p) > kStreamBytes && p.columns % kColumns == 0;
         Pixel pixel = pixel_of(first, p.grid);
         for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
             to[static_cast<size_t>(i)] = own ? own + i * p.columns : result_of(p, pixel);
             aligned = aligned && reinterpret_cast<uintptr_t>(to[static_cast<size_t>(i)]) % 64 == 0;
         }
-        const s64 steps = length / Micro::kUnit;
-        const f32* factors = p.factor.values + p.result_begin * p.factor.column;
-        alignas(64) s32 sums[Micro::kRows * kColumns];
-        for (s64 j = 0; j < p.columns; j += kColumns) {
-            const char* B = weights.panels + j * length * Micro::kBytes;
-            const ColumnFactors scales(factors + (p.factor.column ? j : 0), p.factor.column != 0);
-            for (s64 i = 0; i < count; i += Micro::kRows) {
-                multiply_block<Micro>(A + i * stride, stride, 4, B, steps, weights.start(0, j), sums, kColumns, false);
-                write_floats(sums, std::min<s64>(Micro::kRows, count - i), to.data() + i, j, scales, aligned);
-            }
-        }
+        multiply_to_rows(count, A, to.data(), aligned,
+                         Ahead(p, first + count, std::min(count, rows - first - count),
+                               ceil_div(p.columns, kWide) * ceil_div(count, Micro::kRows)));
         if (aligned) end_streams();
         if (own) (*p.finish)(first, count, p.result_begin, p.columns, own);
+    }
+
+    // All sums of `count` rows, times their factors, into the rows of the result.
+    void multiply_to_rows(s64 count, const char* A, f32* const* to, bool stream, Ahead ahead) const {
+        const f32* factors = p.factor.values + p.result_begin * p.factor.column;
+        for (s64 j = 0; j < p.columns; j += kWide) {
+            const char* B = weights.panels + j * length * Micro::kBytes;
+            for (s64 i = 0; i < count; i += Micro::kRows) {
+                const Stretch depth{A + i * stride, B, length / Micro::kUnit};
+                ahead.fetch();
+                Micro::multiply_floats(
+                    {&depth, 1, stride, 4, length * kColumns * Micro::kBytes, std::min<s64>(Micro::kRows, count - i),
+                     std::min(kWide, p.columns - j), weights.start(0, j)},
+                    {to + i, j, factors + (p.factor.column ? j : 0), p.factor.column != 0, stream});
+            }
+        }
     }
 
     static f32* floats(s64 count) { return reinterpret_cast<f32*>(scratch<FinishScratch>(static_cast<size_t>(count) * 4)); }
@@ -270,7 +198,7 @@ private:
                 summed = 0;
             }
             gather(blocks[part], first, count, A);
-            multiply(static_cast<s64>(part), A, padded_rows, C, summed > 0);
+            multiply(static_cast<s64>(part), A, count, C, summed > 0);
             summed += products;
         }
         if (deep) widen(C, count, wide);
@@ -297,19 +225,25 @@ private:
         }
     }
 
-    void multiply(s64 part, const char* A, s64 padded_rows, s32* C, bool accumulate) const {
-        const DepthPart& depth = blocks[static_cast<size_t>(part)].part;
-        for (s64 j = 0; j < padded_columns; j += kColumns) {
-            const char* B = weights.panels + (j * length + depth.start * kColumns) * Micro::kBytes;
-            for (s64 i = 0; i < padded_rows; i += Micro::kRows)
-                multiply_block<Micro>(A + i * stride, stride, 4, B, depth.length / Micro::kUnit, weights.start(part, j),
-                                      C + i * padded_columns + j, padded_columns, accumulate);
+    void multiply(s64 part, const char* A, s64 count, s32* C, bool accumulate) const {
+        const DepthPart& part_of = blocks[static_cast<size_t>(part)].part;
+        for (s64 j = 0; j < padded_columns; j += kWide) {
+            const char* B = weights.panels + (j * length + part_of.start * kColumns) * Micro::kBytes;
+            for (s64 i = 0; i < count; i += Micro::kRows) {
+                const Stretch depth{A + i * stride, B, part_of.length / Micro::kUnit};
+                Micro::multiply_sums(
+                    {&depth, 1, stride, 4, length * kColumns * Micro::kBytes, std::min<s64>(Micro::kRows, count - i),
+                     std::min(kWide, p.columns - j), weights.start(part, j)},
+                    {C + i * padded_columns + j, padded_columns, kColumns, accumulate});
+            }
         }
     }
 
     void widen(const s32* C, s64 count, std::vector<s64>& wide) const {
         for (s64 i = 0; i < count * padded_columns; ++i) wide[static_cast<size_t>(i)] += C[i];
     }
+
+    static constexpr s64 kWide = Micro::kPanels * kColumns;  // columns of a block
 
     const Product& p;
     const s64 padded, length, rows, padded_columns;  // of a tap's channels, of all taps' together; of the result
@@ -364,41 +298,59 @@ bool phase_of(const ConvShape& s, const s64 (&phase)[3], Product& p) {
     return p.grid_pixels() > 0;
 }
 
-// Whether some input pixels are reached by no tap: a stride larger than the kernel leaves such phases.
+// Which phases of an axis are reached by a tap: not all if the stride is larger than the kernel, or shares a divisor with the
+// dilation.
+std::vector<char> phases_met(const ConvShape& s, int axis) {
+    std::vector<char> met(static_cast<size_t>(s.stride[axis]), 0);
+    for (s64 t = 0; t < s.kernel[axis]; ++t) met[static_cast<size_t>(t * s.dilation[axis] % s.stride[axis])] = 1;
+    return met;
+}
+
 bool leaves_pixels_out(const ConvShape& s) {
     for (int axis = 0; axis < 3; ++axis)
-        if (s.stride[axis] > 1) {
-            std::vector<char> met(static_cast<size_t>(s.stride[axis]), 0);
-            for (s64 t = 0; t < s.kernel[axis]; ++t) met[static_cast<size_t>(t * s.dilation[axis] % s.stride[axis])] = 1;
-            for (char m : met)
-                if (!m) return true;
-        }
+        for (char met : phases_met(s, axis))
+            if (!met) return true;
     return false;
 }
 
-// The integer 0 times the factor: 0, but NaN where two scales have an infinite product.
+// What a pixel gets that no tap reaches: the integer 0 times the factor, which is 0, but NaN where two scales have an infinite
+// product.
 void write_zeros(const ConvShape& s, Factor factor, f32* dx, int threads) {
+    const std::vector<char> met[3] = {phases_met(s, 0), phases_met(s, 1), phases_met(s, 2)};
+    const auto is_met = [&](int axis, s64 at) {
+        return met[axis][static_cast<size_t>((at + s.padding[axis]) % s.stride[axis])] != 0;
+    };
     bool finite = true;
     for (s64 n = 0; n < (factor.row ? s.batch : 1); ++n)
         for (s64 c = 0; c < (factor.column ? s.in_channels : 1); ++c) finite = finite && std::isfinite(factor.at(n, c));
-    parallel_ranges(threads, s.batch * s.in_pixels(), [&](int, s64 begin, s64 end) {
-        if (finite) {
-            std::fill(dx + begin * s.in_channels, dx + end * s.in_channels, 0.0f);
-            return;
+    const s64 row = s.in[2] * s.in_channels, rows = s.batch * s.in[0] * s.in[1];
+    const bool stream = rows * row * 4 > kStreamBytes;
+    parallel_ranges(threads, rows, [&](int, s64 begin, s64 end) {
+        for (s64 i = begin; i < end; ++i) {
+            const bool some = is_met(0, i / s.in[1] % s.in[0]) && is_met(1, i % s.in[1]);
+            const s64 n = i / (s.in[0] * s.in[1]);
+            f32* to = dx + i * row;
+            for (s64 v = 0; v < s.in[2]; ++v, to += s.in_channels) {
+                if (some && is_met(2, v)) continue;
+                if (finite)
+                    fill_zeros(to, s.in_channels, stream);
+                else
+                    for (s64 c = 0; c < s.in_channels; ++c) to[c] = 0.0f * factor.at(n, c);
+            }
         }
-        for (s64 pixel = begin; pixel < end; ++pixel)
-            for (s64 c = 0; c < s.in_channels; ++c) dx[pixel * s.in_channels + c] = 0.0f * factor.at(pixel / s.in_pixels(), c);
+        if (stream) end_streams();
     });
 }
 
 template <class Micro>
-void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, Factor factor, f32* dx, int threads,
+                      const Epilogue* finish) {
     const s64 C = s.group_in(), K = s.group_out(), taps = s.taps();
     for (s64 d = 0; d < s.stride[0]; ++d)
         for (s64 h = 0; h < s.stride[1]; ++h)
             for (s64 v = 0; v < s.stride[2]; ++v) {
                 Product p{};
-                p.depth = K, p.batch = s.batch, p.factor = factor;
+                p.depth = K, p.batch = s.batch, p.factor = factor, p.finish = finish;
                 p.result = dx, p.result_size = s.in, p.result_channels = s.in_channels, p.result_begin = group * C,
                 p.columns = C;
                 if (!phase_of(s, {d, h, v}, p)) continue;
@@ -407,10 +359,12 @@ void grad_input_group(const ConvShape& s, s64 group, const s8* g, const s8* w, F
             }
 }
 
+// `finish`: only where the stride is 1, so that the pixels of the one phase are those of dx.
 template <class Micro>
-void run_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
+void run_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads,
+                    const Epilogue* finish = nullptr) {
     if (leaves_pixels_out(s)) write_zeros(s, factor, dx, threads);
-    for (s64 group = 0; group < s.groups; ++group) grad_input_group<Micro>(s, group, g, w, factor, dx, threads);
+    for (s64 group = 0; group < s.groups; ++group) grad_input_group<Micro>(s, group, g, w, factor, dx, threads, finish);
 }
 
 template <class Micro>

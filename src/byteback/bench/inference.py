@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`byteback bench inference`: times a forward pass in eval mode without gradients, int8 against PyTorch FP32.
 
-float32 runs in its faster memory format. Both sides alternate in one process, with malloc tuned. The int8 network is trained
-for some steps first, because eval mode uses the clips of training, and then frozen, as it would be for deployment.
+float32 runs in its faster memory format. All sides take turns of some passes in one process, with malloc tuned. The int8
+networks are trained for some steps first, because eval mode uses the clips of training. One is then frozen, as it would be for
+deployment. The other quantizes its weights in every pass, as between two epochs of training.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import json
 import statistics as stats
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -23,6 +27,7 @@ from byteback.bench.step import DEFAULTS
 from byteback.bench.training_step import Setting, Side, Variant
 from byteback.inspect.memory import tune_malloc
 
+_TURN = 30.0  # milliseconds that one side runs before the next one
 _TRAINED = 2  # training steps before the first measurement
 
 
@@ -51,20 +56,33 @@ def run(config: InferenceConfig, console: Console) -> None:
     rows, results = [], []
     for name, batch in track(jobs, description="inference", console=console, transient=True):
         size = config.image_size or DEFAULTS.get(name, (224, 16))[0]
-        fp32, int8, ratio = measure(Setting(name, size, batch, config.recipe), config.seconds)
-        rows.append([name, str(size), str(batch), f"{fp32:.2f}", f"{int8:.2f}", f"{ratio:.2f}x"])
-        results.append({"model": name, "image_size": size, "batch": batch, "fp32_ms": fp32, "int8_ms": int8, "ratio": ratio})
-    columns = ["network", "image", "batch", "fp32 ms", "int8 ms", "int8 is faster"]
+        times = measure(Setting(name, size, batch, config.recipe), config.seconds)
+        figures = [f"{times.fp32_ms:.2f}", f"{times.frozen_ms:.2f}", f"{times.frozen:.2f}x"]
+        rows.append([name, str(size), str(batch), *figures, f"{times.unfrozen_ms:.2f}", f"{times.unfrozen:.2f}x"])
+        results.append({"model": name, "image_size": size, "batch": batch, **times._asdict()})
+    columns = ["network", "image", "batch", "fp32 ms", "frozen ms", "is faster", "unfrozen ms", "is faster"]
     console.print(tables.build("A forward pass in eval, malloc tuned", columns, rows))
     if config.json:
         config.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def measure(setting: Setting, seconds: float) -> tuple[float, float, float]:
-    """Returns the milliseconds of float32 and int8, and the median ratio."""
+class Times(NamedTuple):
+    """Milliseconds of a forward pass, and how many times as fast as float32 the int8 networks are."""
+
+    fp32_ms: float
+    frozen_ms: float
+    unfrozen_ms: float
+    frozen: float
+    unfrozen: float
+
+
+def measure(setting: Setting, seconds: float) -> Times:
+    """Times float32 and int8, in turns."""
     floats = [_evaluated(setting, Variant("fp32", last)) for last in (False, True)]
-    int8 = _evaluated(setting, Variant("int8", True))
-    images = {id(side): side.images[: setting.batch].contiguous(memory_format=side.layout) for side in (*floats, int8)}
+    frozen, unfrozen = (_evaluated(setting, Variant("int8", True)) for _ in range(2))
+    byteback.freeze(frozen.model)
+    sides = (*floats, frozen, unfrozen)
+    images = {id(side): side.images[: setting.batch].contiguous(memory_format=side.layout) for side in sides}
 
     def milliseconds(side: Side) -> float:
         start = time.perf_counter()
@@ -72,14 +90,24 @@ def measure(setting: Setting, seconds: float) -> tuple[float, float, float]:
             side.model(images[id(side)])
         return 1e3 * (time.perf_counter() - start)
 
-    warm = [min(milliseconds(side) for _ in range(4)) for side in (*floats, int8)]
+    warm = [min(milliseconds(side) for _ in range(4)) for side in sides]
     float32 = floats[0] if warm[0] < warm[1] else floats[1]
-    pairs: list[tuple[float, float]] = []
+    rounds: list[list[float]] = []
     until = time.perf_counter() + seconds
-    while len(pairs) < 5 or time.perf_counter() < until:
-        pairs.append((milliseconds(float32), milliseconds(int8)))
-    fp32_ms, int8_ms = (stats.median(pair[i] for pair in pairs) for i in (0, 1))
-    return fp32_ms, int8_ms, stats.median(a / b for a, b in pairs)
+    while len(rounds) < 5 or time.perf_counter() < until:
+        rounds.append([_turn(partial(milliseconds, side)) for side in (float32, frozen, unfrozen)])
+    medians = [stats.median(column) for column in zip(*rounds, strict=True)]
+    ratios = [stats.median(times[0] / times[side] for times in rounds) for side in (1, 2)]
+    return Times(*medians, *ratios)
+
+
+def _turn(milliseconds: Callable[[], float]) -> float:
+    """Returns the median of some passes in a row. The first one has no data of this side in the caches and does not count."""
+    milliseconds()
+    times = [milliseconds()]
+    while sum(times) < _TURN:
+        times.append(milliseconds())
+    return stats.median(times)
 
 
 def _evaluated(setting: Setting, variant: Variant) -> Side:
@@ -87,6 +115,4 @@ def _evaluated(setting: Setting, variant: Variant) -> Side:
     for _ in range(_TRAINED):
         side.step()
     side.model.eval()
-    if variant.numbers == "int8":
-        byteback.freeze(side.model)
     return side

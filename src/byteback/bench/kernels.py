@@ -223,7 +223,7 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
         tune_malloc()
     measured_peaks = machine.peaks(torch.get_num_threads())
     console.print(
-        f"path [bold]{paths.current()}[/], {torch.get_num_threads()} threads, {config.malloc} malloc, PyTorch uses "
+        f"path {paths.current()}, {torch.get_num_threads()} threads, {config.malloc} malloc, PyTorch uses "
         f"{torch.backends.cpu.get_cpu_capability()}; ratios are against the faster of contiguous and channels_last FP32, "
         f"median of interleaved rounds\npeaks in GMAC/s, from registers: {peaks.describe(measured_peaks)}\n"
     )

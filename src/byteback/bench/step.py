@@ -214,7 +214,7 @@ def run(config: StepConfig, console: Console) -> bool:
     """Runs the command. Returns False if the losses of the fused and the unfused path differ."""
     setting = config.setting()
     console.print(
-        f"[bold]{setting.model}[/], {'x'.join(map(str, setting.sample[1:]))} pixels, batch {setting.batch}, {setting.recipe}\n"
+        f"{setting.model}, {'x'.join(map(str, setting.sample[1:]))} pixels, batch {setting.batch}, {setting.recipe}\n"
     )
     if why := machine.why_no_bf16():
         console.print(f"bf16 autocast is left out: {why}\n")
@@ -230,7 +230,7 @@ def show(result: dict[str, Any], console: Console, explain: bool) -> None:
     """Prints the results as tables."""
     formats = ", ".join(f"{numbers} {form}" for numbers, form in result["formats"].items())
     console.print(
-        f"path [bold]{result['path']}[/], {result['threads']} threads, PyTorch uses {result['capability']}; median of "
+        f"path {result['path']}, {result['threads']} threads, PyTorch uses {result['capability']}; median of "
         f"{result['rounds']} interleaved rounds; {formats}\n"
     )
     console.print(tables.build("A training step", *_time_table(result)))
@@ -292,4 +292,4 @@ def _losses(result: dict[str, Any]) -> str:
     if apart is None:
         return text
     verdict = f"{apart:.2%} from its unfused path"
-    return f"{text} and {verdict}" + ("" if apart <= LOSS_TOLERANCE else f" [red](more than {LOSS_TOLERANCE:.0%})[/]")
+    return f"{text} and {verdict}" + ("" if apart <= LOSS_TOLERANCE else f" (more than {LOSS_TOLERANCE:.0%})")

@@ -80,6 +80,6 @@ def run(config: DoctorConfig, console: tables.Console, facts: Facts) -> None:
     console.print()
     data_sets = [list(row) for row in facts.data_sets(config.data_path)]
     console.print(tables.build("Data sets", ["name", "where"], data_sets, left=2))
-    console.print(f"\noperators use the path [bold]{kernel_paths.current()}[/]")
+    console.print(f"\noperators use the path {kernel_paths.current()}")
     if native_library.native is None:
         console.print("There is no native library, so all operators use the reference path: correct, but slower than float32.")

@@ -25,6 +25,7 @@ from typing import Any
 from byteback.ops.activations import ACTIVATIONS, SMOOTH
 from byteback.ops.block import conv_normalize, conv_normalize_batch, normalize, normalize_batch, normalize_peak, pack_norm
 from byteback.ops.block_grad import (
+    add_waiting,
     normalize_grad,
     normalize_grad_batch,
     normalize_grad_quantize,
@@ -69,6 +70,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "add_waiting",
     "ACTIVATIONS",
     "BatchNorm",
     "NormState",

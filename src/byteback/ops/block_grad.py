@@ -117,6 +117,22 @@ def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | No
     return _backend_for(op, parts, clip, key).normalize_grad_quantize(parts, clip, key)
 
 
+def add_waiting(x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns x + g, or with the mask of an activation x + gm as in normalize_grad_sums, without writing gm.
+
+    >>> mask = torch.tensor([[1]], dtype=torch.uint8)
+    >>> add_waiting(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), mask).tolist()
+    [[4.0, 2.0]]
+    """
+    op = "add_waiting"
+    x, g = check_tensor(op, "x", x), check_tensor(op, "g", g)
+    if x.shape != g.shape:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)} and g {tuple(g.shape)}. Pass two gradients of one tensor.")
+    if mask is not None:
+        _, _, mask = check_gate(op, g, None, None, mask, "none")
+    return backend_for(op, x, g, mask).add_waiting(x, g, mask)
+
+
 # ---- several results from one reading --------------------------------------------------------------------------------
 
 

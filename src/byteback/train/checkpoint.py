@@ -17,8 +17,10 @@ import dataclasses
 import hashlib
 import io
 import json
+import pickle
+import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,15 @@ import torch
 from torch import Tensor
 
 from byteback.train import files
+from byteback.train.files import Damaged
 
 FORMAT = 1
-LAST, BEST = "last.pt", "best.pt"
+LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
 _NAMED = 8  # how many classes a message lists
+_FIELDS: dict[str, Any] = {  # and their types; older checkpoints have no "images" and no "frames"
+    **{"config": str, "variant": str, "recipe": (dict, type(None)), "seed": int, "classes": int, "image_size": int},
+    **{"channels": int, "model": dict, "optimizer": dict, "random": Tensor, "progress": dict, "lengths": dict},
+}
 
 
 @dataclass
@@ -63,37 +70,92 @@ _TIMES = ("log_seconds", "seconds", "wait_seconds", "total_seconds", "speeds", "
 
 
 def save(path: Path, contents: dict[str, Any]) -> None:
-    """Writes a checkpoint atomically."""
+    """Writes a checkpoint atomically. The last checkpoint before it is kept as `previous.pt`."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **contents}, buffer)
-    files.replace(path, buffer.getvalue())
+    files.replace(path, buffer.getvalue(), keep=path.with_name(PREVIOUS) if path.name == LAST else None)
+
+
+def exists(folder: Path) -> bool:
+    """Whether the member in this folder has a checkpoint to go on from."""
+    return (folder / LAST).exists() or (folder / PREVIOUS).exists()
+
+
+def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the newest complete checkpoint of a member: the last one, or else the one before it. None if there is none."""
+    last, previous = folder / LAST, folder / PREVIOUS
+    if not last.exists():
+        return (previous, load(previous)) if previous.exists() else None
+    try:
+        return last, load(last)
+    except Damaged as error:
+        if not previous.exists():
+            raise
+        contents = load(previous)
+        now = progress_of(contents)
+        say(f"{error.args[0]}\nGoing on from the checkpoint before it, {previous}: epoch {now.epoch + 1}, step {now.step}.")
+        return previous, contents
 
 
 def load(path: Path) -> dict[str, Any]:
     """Reads a checkpoint. Raises an error if the file is truncated, damaged, or not a checkpoint of the trainer."""
     advice = (
-        f"Remove it to train this member from the start, or replace it by {BEST} of the same folder, which is also a complete "
-        "checkpoint."
-        if path.name == LAST
+        f"Replace it by {BEST} of the same folder, which is also a complete checkpoint, or remove it with {PREVIOUS} to train "
+        "this member from the start."
+        if path.name in (LAST, PREVIOUS)
         else "Choose another checkpoint."
     )
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not verify the checksums
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-        contents = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: no such checkpoint.") from error
-    except OSError as error:
-        raise ValueError(f"{path}: the checkpoint cannot be read: {error.strerror or error}.") from error
-    except Exception as error:  # zipfile, pickle and torch raise different errors for a damaged file
-        raise ValueError(f"{path}: the checkpoint is damaged or truncated: {str(error).splitlines()[0]}. {advice}") from error
+    contents = read(path, advice)
     if not isinstance(contents, dict) or "progress" not in contents:
-        raise ValueError(f"{path}: this is not a checkpoint of `byteback train`: it has no progress. {advice}")
-    if contents["format"] != FORMAT:
-        raise ValueError(f"{path}: the checkpoint has format {contents['format']}, but this build reads {FORMAT}. {advice}")
+        raise Damaged(f"{path}: this is not a checkpoint of `byteback train`: it has no progress. {advice}")
+    if contents.get("format") != FORMAT:
+        raise Damaged(f"{path}: the checkpoint has format {contents.get('format')}, but this build reads {FORMAT}. {advice}")
+    wrong = [name for name, kind in _FIELDS.items() if not isinstance(contents.get(name), kind)]
+    if wrong:
+        raise Damaged(f"{path}: this is not a complete checkpoint: {', '.join(wrong)} missing or of another type. {advice}")
+    try:
+        progress_of(contents)
+    except TypeError as error:
+        raise Damaged(f"{path}: its progress has other fields than this build writes: {error}. {advice}") from error
     return contents
+
+
+def read(path: Path, advice: str = "Choose another file.") -> Any:
+    """Reads a file that torch.save wrote, after its checksums are verified. Code that the file may contain is never run."""
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                wrong = archive.testzip()  # torch.load does not verify the checksums
+            if wrong is not None:
+                raise zipfile.BadZipFile(f"the checksum of {wrong} is wrong")
+        else:
+            _check_by_name(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise Damaged(f"{path}: no such checkpoint.") from error
+    except OSError as error:
+        raise Damaged(f"{path}: the checkpoint cannot be read: {error.strerror or error}. {advice}") from error
+    except pickle.UnpicklingError as error:
+        if "Weights only load failed" not in str(error) or not zipfile.is_zipfile(path):
+            raise Damaged(f"{path}: the checkpoint is damaged or truncated. {advice}") from error
+        found = re.search(r"GLOBAL (\S+)", str(error))  # PyTorch's own message advises to load the file all the same
+        what = f"the Python object {found[1]}" if found else "Python objects"
+        raise Damaged(
+            f"{path}: the file contains {what}, not only tensors and plain data. Loading it could run code that somebody "
+            f"else has put there, so it is not loaded. {advice}"
+        ) from error
+    except Exception as error:  # zipfile and torch raise different errors for a damaged file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise Damaged(f"{path}: the checkpoint is damaged or truncated: {reason}. {advice}") from error
+
+
+def _check_by_name(path: Path) -> None:
+    """Checks the hash in a name such as resnet18-f37072fd.pth: files of the old format have no checksums."""
+    named = re.search(r"-([0-9a-f]{8,64})\.pth?$", path.name)
+    if named is not None:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if not found.startswith(named[1]):
+            raise zipfile.BadZipFile(f"its sha256 begins with {found[: len(named[1])]}, but its name says {named[1]}")
 
 
 def must_know(contents: dict[str, Any], data: str, classes: int, names: Sequence[str]) -> None:
@@ -114,6 +176,13 @@ def _classes(number: int, names: Sequence[str]) -> str:
     """
     shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
     return f"{number} classes" + (f" ({shown})" if shown else "")
+
+
+def tested_state(contents: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of the network that was tested: the average of --ema, or the trained one."""
+    average: dict[str, Any] = contents.get("average", {})
+    state: dict[str, Any] = contents["model"]
+    return {key.removeprefix("module."): value for key, value in average.items() if key.startswith("module.")} or state
 
 
 def progress_of(contents: dict[str, Any]) -> Progress:

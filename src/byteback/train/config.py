@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from byteback.suggestions import unknown
+from byteback.train import optimizers
 from byteback.train.variants import FLOAT, Variant, parse
 
 # Default values by data set: model, epochs, batch size, image size.
@@ -32,6 +35,7 @@ _DEFAULTS: dict[str, tuple[str, int, int, int]] = {
     "voc": ("retinanet_resnet50_fpn", 24, 4, 320),
     "coco": ("retinanet_resnet50_fpn", 24, 4, 320),
 }
+_MOST_THREADS = 256  # more than the processors of a machine are allowed up to here; it is slow, but works
 # Default values by task: learning rate, epochs of warm-up, maximum norm of the gradient.
 _DETECTION = ("voc", "coco")
 _SCHEDULES: dict[str, tuple[float, float, float]] = {
@@ -71,6 +75,16 @@ class TrainConfig:
     box_samples: int | None = None
     """Proposals per image that train the second stage of Faster R-CNN. Default: 512 as in torchvision, which is most of the
     time of a step with small images."""
+    weights: str | None = None
+    """Initial weights: a file (state dict, checkpoint or safetensors) or the folder of a run, torchvision:NAME such as
+    torchvision:DEFAULT, or timm. A head for another number of classes starts anew. Default: random weights."""
+    freeze: tuple[str, ...] = ()
+    """Wildcards of modules that are not trained, such as 'layer1*'. Their norms keep their statistics."""
+    ema: float | None = None
+    """Decay of an exponential average of the weights, such as 0.999; it is what is tested and saved as the best. Default:
+    none."""
+    amp: bool = False
+    """Run the float layers of training in bfloat16 (autocast). Blocks are not fused then."""
     keep_float: tuple[str, ...] = ()
     """Wildcards of layers that stay float. Default: the predictors of a detector; "none" for no layer."""
     recipe: tuple[str, ...] = (FLOAT, "unified-int8", "distribution-adaptive-int8")
@@ -80,13 +94,21 @@ class TrainConfig:
     epochs: int | None = None
     """Passes over the training images. Default: 12 for digits, 10 for fashion-mnist, 15 for cifar, 30 for folders."""
     batch_size: int | None = None
-    """Images per step. Default: 64 for digits and folders, 128 for the rest."""
+    """Images per step of each process. Default: 64 for digits and folders, 128 for the rest."""
+    processes: Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress] = 1
+    """With how many processes the run was started: a step has `processes * batch_size` images, however many go on with it."""
+    sync_bn: bool = False
+    """Compute the statistics of BatchNorm over all processes. PyTorch has no such layer for CPUs."""
+    rank_timeout: float = 600.0
+    """Seconds after which a process of torchrun that does not answer is named, and the run ends."""
     lr: float | None = None
-    """Initial learning rate of SGD. Default: 0.1, or 0.02 for detection."""
+    """Initial learning rate. Default: 0.1, or 0.02 for detection; 0.001 for optimizers other than SGD."""
+    optimizer: str = "sgd"
+    """Optimizer of torch.optim by its name in lower case: sgd, adamw, adam, rmsprop, ..."""
     momentum: float = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD, and of the other optimizers that have one."""
     weight_decay: float = 1e-4
-    """Weight decay of SGD."""
+    """Weight decay of the optimizer."""
     lr_schedule: Literal["cosine", "step", "linear", "constant"] = "cosine"
     """Decay of the learning rate: to zero along a cosine or a line, in steps, or none."""
     lr_step_size: int = 30
@@ -113,6 +135,8 @@ class TrainConfig:
     """Read every n-th frame of a clip on disk."""
     download: bool = True
     """Download a data set that is missing."""
+    skip_bad_images: bool = False
+    """Leave out the images that cannot be read, which the scan before training finds. Default: stop and name them."""
     workers: int = 2
     """Processes that read the images of a folder. Data sets in memory need none."""
     threads: int | None = None
@@ -122,7 +146,8 @@ class TrainConfig:
     output_dir: str | None = None
     """Folder of the run. Default: runs/DATA-MODEL, with a number appended if it exists."""
     resume: str | None = None
-    """Continue the run in this folder, bit for bit. Finished members are skipped; new seeds and recipes are added."""
+    """Continue the run in this folder, bit for bit. Finished members are skipped; new seeds and recipes are added. "auto"
+    continues the run in --output-dir if there is one, and else starts it: the same command for a job that is queued again."""
     test_only: bool = False
     """Do not train: test the checkpoints of the run given by --resume."""
     config: str | None = None
@@ -165,7 +190,7 @@ class TrainConfig:
             batch_size=self.batch_size or batch_size,
             image_size=self.image_size or image_size,
             frames=self.frames or (8 if self.kind() == "moving-items" else 16),
-            lr=self.lr or lr,
+            lr=self.lr or optimizers.default_rate(self.optimizer, lr),
             warmup_epochs=warmup_epochs if self.warmup_epochs is None else self.warmup_epochs,
             clip_grad_norm=clip_grad_norm if self.clip_grad_norm is None else self.clip_grad_norm,
         )
@@ -194,8 +219,13 @@ def _check(config: TrainConfig) -> None:
     for name in ("momentum", "weight_decay", "warmup_epochs", "clip_grad_norm", "lr", "lr_gamma"):
         if not math.isfinite(getattr(config, name) or 0.0):
             raise ValueError(f"train: {_flag(name)} is {getattr(config, name)}; it must be finite.")
+    _check_ranges(config)
     if config.lr is not None and not config.lr > 0.0:
         raise ValueError(f"train: --lr is {config.lr}; it must be positive.")
+    if config.optimizer not in optimizers.names():
+        raise unknown("train", "optimizer", config.optimizer, optimizers.names())
+    if config.ema is not None and not 0.0 < config.ema < 1.0:
+        raise ValueError(f"train: --ema is {config.ema}; it must be between 0 and 1, such as 0.999.")
     if not 0.0 <= config.label_smoothing < 1.0:
         raise ValueError(f"train: --label-smoothing is {config.label_smoothing}; it must be in [0, 1).")
     for name in ("recipe", "seed"):
@@ -218,6 +248,37 @@ def _check(config: TrainConfig) -> None:
         raise ValueError(f"train: {', '.join(given)}: for detectors only. Add --task detect, or remove the flag.")
     if config.test_only and config.resume is None:
         raise ValueError("train: --test-only tests the checkpoints of a run. Add --resume RUN.")
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    """Raises an error for values that PyTorch accepts, but that cannot train, or that end the process."""
+    if config.momentum >= 1.0:
+        raise ValueError(f"train: --momentum is {config.momentum}; it must be less than 1, or the weights grow without limit.")
+    if config.lr_gamma <= 0.0:
+        raise ValueError(f"train: --lr-gamma is {config.lr_gamma}; it must be positive, or the learning rate is not.")
+    for name in ("output_dir", "resume", "data_path"):
+        if getattr(config, name) == "":
+            raise ValueError(f"train: {_flag(name)} is empty; give a path, or remove the flag.")
+    if config.warmup_epochs and config.epochs and config.warmup_epochs > config.epochs:
+        raise ValueError(
+            f"train: --warmup-epochs is {config.warmup_epochs:g}, but the training has {config.epochs} epochs, so the learning "
+            "rate would never be reached. Use fewer."
+        )
+    if not 1.0 <= config.rank_timeout < 1e6:
+        raise ValueError(f"train: --rank-timeout is {config.rank_timeout:g}; it must be between 1 and a million seconds.")
+    if config.sync_bn:
+        raise ValueError(
+            "train: --sync-bn: PyTorch's SyncBatchNorm runs on GPUs only, and this trainer runs on CPUs. Remove it, and give "
+            "each process enough images with --batch-size."
+        )
+    check_threads("train", config.threads)
+
+
+def check_threads(command: str, threads: int | None) -> None:
+    """Raises an error for a number of threads that the process cannot have: OpenMP would end it without a message."""
+    most = max(_MOST_THREADS, 4 * (os.cpu_count() or 1))
+    if threads is not None and not 1 <= threads <= most:
+        raise ValueError(f"{command}: --threads is {threads}; it must be between 1 and {most} on this machine.")
 
 
 def float_layers(asked: Sequence[str], default: tuple[str, ...] = ()) -> tuple[str, ...]:

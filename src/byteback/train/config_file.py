@@ -26,13 +26,14 @@ else:
     import tomli as tomllib
 
 NAME = "config.toml"
+AUTO = "auto"
 _OF_A_MEMBER = "metrics.jsonl"  # the folder of a member has a config.toml, too
 _NEVER_STORED = ("resume", "test_only", "config")
 # What may change when a run is resumed: members may be added, and nothing else changes a number, except that float layers may
 # round differently with another number of threads (the trainer prints a note).
 _MAY_CHANGE = (
     *("recipe", "recipes", "seed", "workers", "data_path", "download", "output_dir", "threads"),
-    *("checkpoint_seconds", "tensorboard", *_NEVER_STORED),
+    *("checkpoint_seconds", "rank_timeout", "processes", "tensorboard", *_NEVER_STORED),
 )
 _ONLY_WRITTEN = ("log_every", "histogram_every")  # these do not change training, but the journals
 
@@ -40,6 +41,8 @@ _ONLY_WRITTEN = ("log_every", "histogram_every")  # these do not change training
 def from_command_line(args: Sequence[str]) -> TrainConfig:
     """Returns the config of `byteback train ARGS`."""
     file, run = _value(args, "--config"), _value(args, "--resume")
+    if run == AUTO:
+        return _go_on_or_start(args, read(Path(file)) if file is not None else TrainConfig())
     if run is not None:
         if file is not None:
             raise ValueError("train: --resume uses the config.toml of the run, so --config cannot be given. Remove it.")
@@ -48,12 +51,39 @@ def from_command_line(args: Sequence[str]) -> TrainConfig:
         _refuse_changes(stored, config)
         if _value(args, "--output-dir") is not None:
             raise ValueError("train: --resume writes into the folder of the run, so --output-dir cannot be given. Remove it.")
-        # Members can be added to a run, but not removed: its table has all of them.
-        recipe = tuple(dict.fromkeys((*stored.recipe, *config.recipe)))
-        seed = tuple(dict.fromkeys((*stored.seed, *config.seed)))
-        return dataclasses.replace(config, recipe=recipe, seed=seed, output_dir=str(run_folder(run)))
+        return _joined(stored, config, run_folder(run))
     default = read(Path(file)) if file is not None else TrainConfig()
     return tyro.cli(TrainConfig, default=default, args=args, prog="byteback train")
+
+
+def _go_on_or_start(args: Sequence[str], default: TrainConfig) -> TrainConfig:
+    """--resume auto: the same command starts a run, and continues it when it is called again."""
+    asked = tyro.cli(TrainConfig, default=default, args=args, prog="byteback train")
+    folder = Path(asked.output_dir) if asked.output_dir is not None else default_folder(asked)
+    if not (folder / NAME).is_file():
+        return dataclasses.replace(asked, resume=None, output_dir=str(folder))
+    stored = read(folder / NAME)
+    # Both sides are complete: what was stored is, and a default value that has changed since then counts as a change.
+    _refuse_changes(stored.complete(), asked.complete())
+    return _joined(stored, asked.complete(), folder)
+
+
+def _joined(stored: TrainConfig, config: TrainConfig, folder: Path) -> TrainConfig:
+    """Returns the config of the run in `folder` with the members of both: its table has all that it ever had."""
+    recipe = tuple(dict.fromkeys((*stored.recipe, *config.recipe)))
+    seed = tuple(dict.fromkeys((*stored.seed, *config.seed)))
+    recipes = {**stored.recipes, **config.recipes}
+    return dataclasses.replace(config, recipe=recipe, seed=seed, recipes=recipes, resume=str(folder), output_dir=str(folder))
+
+
+def default_folder(config: TrainConfig) -> Path:
+    """Returns the folder of a run without --output-dir.
+
+    >>> str(default_folder(TrainConfig(data="cifar10", model="resnet20")))
+    'runs/cifar10-resnet20'
+    """
+    data = Path(config.data.partition(":")[2] or config.data).name
+    return Path("runs") / f"{data}-{config.complete().model}".replace(":", "-").replace("/", "-")
 
 
 def run_folder(path: str) -> Path:
@@ -111,7 +141,7 @@ def parse(text: str, path: Path) -> TrainConfig:
     """Returns the config of a TOML text; `path` is the file that it comes from."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: this is not TOML: {error}.") from error
     fields = {field.name for field in dataclasses.fields(TrainConfig)} - set(_NEVER_STORED)
     hints = get_type_hints(TrainConfig)
@@ -125,7 +155,7 @@ def parse(text: str, path: Path) -> TrainConfig:
         values[name] = _typed(path, key, hints[name], value)
     try:
         return TrainConfig(**values)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

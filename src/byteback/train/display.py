@@ -32,8 +32,9 @@ class Display:
         self.counts = score == "accuracy"  # only then there is a training accuracy
         self.started, self.looked = 0, 0.0
         self.name, self.accuracy, self.smoothed = "", "", 0.0
-        columns = (TextColumn("{task.fields[number]} [bold]{task.description}[/]"), TextColumn("{task.fields[epoch]}"))
-        self.bar = Progress(*columns, BarColumn(bar_width=20), TextColumn("{task.fields[left]}"), console=console)
+        name = TextColumn("{task.fields[number]} {task.description}", style="bold", markup=False)
+        columns = (name, TextColumn("{task.fields[epoch]}"), BarColumn(bar_width=20), TextColumn("{task.fields[left]}"))
+        self.bar = Progress(*columns, console=console)
         self.task: TaskID | None = None
         self.speed, self.health = Text(""), Text("", style="dim")
         self.live = Live(Group(self.bar, self.speed, self.health), console=console, refresh_per_second=4, transient=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 import byteback
 from byteback.recipes import Recipe
 from byteback.train import checkpoint, config_file, tasks
-from byteback.train.config import TrainConfig
+from byteback.train.config import TrainConfig, check_threads
 from byteback.train.data import Data
 
 
@@ -36,12 +36,20 @@ class EvalConfig:
 
 def run(config: EvalConfig, console: Console) -> None:
     """Runs the command."""
+    check_threads("eval", config.threads)
     if config.threads:
         torch.set_num_threads(config.threads)
     path = Path(config.checkpoint)
     contents = checkpoint.load(path)
     begun = trained_with(path, contents)
-    asked = replace(begun, data=config.data or begun.data, data_path=config.data_path or begun.data_path, augment=False)
+    try:
+        asked = replace(begun, data=config.data or begun.data, data_path=config.data_path or begun.data_path, augment=False)
+        asked = replace(asked, train_images=None)
+    except ValueError as error:
+        raise ValueError(
+            f"eval: {path} was trained for --task {begun.task}, which does not work with --data {config.data}. Choose a "
+            f"data set of the same kind as {begun.data}."
+        ) from error
     tested = evaluate(asked, contents, tasks.load(asked), config.float32)
     how = "float32" if config.float32 else contents["variant"]
     done = checkpoint.progress_of(contents)
@@ -65,7 +73,7 @@ def evaluate(config: TrainConfig, contents: dict[str, Any], images: Data, in_flo
         )
     recipe = Recipe.from_dict(contents["recipe"]) if contents["recipe"] else None
     model = tasks.build(config, recipe, images, begun=True)
-    model.load_state_dict(contents["model"])
+    model.load_state_dict(checkpoint.tested_state(contents))
     if in_float and recipe:
         byteback.restore(model)
     return tasks.tested(config, model, images, contents["channels"])

@@ -17,14 +17,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Writes `data` to `path` atomically."""
+class Damaged(ValueError):
+    """A file of a member is damaged, so that the member cannot go on."""
+
+
+def replace(path: Path, data: bytes, keep: Path | None = None) -> None:
+    """Writes `data` to `path` atomically. With `keep` the file that was there before keeps existing under that name."""
     fresh = path.with_name(path.name + ".writing")
     try:
         with open(fresh, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            _rename_copy(path, keep)
         os.replace(fresh, path)
         _sync_folder(path.parent)
     except OSError as error:
@@ -35,6 +41,18 @@ def replace(path: Path, data: bytes) -> None:
             f"{path} could not be written ({len(data) / 2**20:.1f} MB): {error.strerror or error}.{kept} Free some space, "
             "or choose another folder."
         ) from error
+
+
+def _rename_copy(path: Path, copy: Path) -> None:
+    """Gives a file a second name, in place of the file of that name. Without hard links the first name is free for a moment."""
+    second = copy.with_name(copy.name + ".writing")
+    second.unlink(missing_ok=True)
+    try:
+        os.link(path, second)
+    except OSError:
+        os.replace(path, copy)
+    else:
+        os.replace(second, copy)
 
 
 def replace_json(path: Path, value: Any) -> None:
@@ -85,7 +103,8 @@ class Journal:
         self._file: BinaryIO = open(path, "ab")  # noqa: SIM115 - open for the whole run
         there = self._file.tell()
         if there < length:
-            raise ValueError(
+            self._file.close()
+            raise Damaged(
                 f"{path} has {there} bytes, but {length} when the checkpoint was written: the file was truncated. Restore it, "
                 "or remove the folder of the member to train it again."
             )
@@ -118,13 +137,38 @@ class Journal:
             self._file.close()
 
 
+class NoJournal:
+    """Writes nothing: of several ranks only the first has journals."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def synced(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file in UTF-8. Raises a ValueError that names the file if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: this is not text in UTF-8: {error}. Convert it.") from error
+    except OSError as error:
+        raise ValueError(f"{path}: the file cannot be read: {error.strerror or error}.") from error
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a journal without an incomplete last line."""
     records = []
     if path.exists():
         for line in path.read_bytes().split(b"\n"):
-            with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):
-                records.append(json.loads(line))
+            with contextlib.suppress(ValueError):  # also for text that is not UTF-8
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    records.append(record)
     return records
 
 

@@ -64,17 +64,16 @@ def model_names(config: ModelsConfig, console: Console) -> None:
         size = sum(parameter.numel() for parameter in models.build(name).parameters())
         rows.append([name, "8x8 to 32x32" if name in small else "32x32", f"{size:,}"])
     console.print(tables.build("For small images", ["name", "pixels", "parameters"], rows, left=2))
-    console.print("\n[bold]torchvision[/], for other image sizes (at 32x32 the names above are the small variants)")
+    console.print("\ntorchvision, for other image sizes (at 32x32 the names above are the small variants)")
     console.print(", ".join(networks.torchvision_names()), highlight=False)
-    console.print("\n[bold]for --task video[/], and tsn:NAME, which averages the logits of NAME over the frames of a clip")
+    console.print("\nfor --task video, and tsn:NAME, which averages the logits of NAME over the frames of a clip")
     console.print(", ".join(video_networks.names()), highlight=False)
-    console.print("\n[bold]for --task detect[/], with --backbone " + ", ".join(detectors.BACKBONES))
+    console.print("\nfor --task detect, with --backbone " + ", ".join(detectors.BACKBONES))
     console.print(", ".join(detectors.NAMES), highlight=False)
     package = networks.timm()
     if package is None:
-        console.print("\n[bold]timm:NAME[/] any network of timm, which is not installed: pip install timm")
+        console.print("\ntimm:NAME any network of timm, which is not installed: pip install timm")
     else:
         console.print(
-            f"\n[bold]timm:NAME[/] {len(package.list_models())} networks of timm {package.__version__}; "
-            "timm.list_models() lists them"
+            f"\ntimm:NAME {len(package.list_models())} networks of timm {package.__version__}; timm.list_models() lists them"
         )

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from byteback import tables
-from byteback.train import files
-from byteback.train.checkpoint import LAST
+from byteback.train import checkpoint, files
 from byteback.train.loop import METRICS, Member
 from byteback.train.variants import FLOAT
 
@@ -36,12 +35,12 @@ def member_result(member: Member, run: Path) -> dict[str, Any]:
 
 def result_of(records: Sequence[dict[str, Any]], recipe: str, seed: int, folder: Path, run: Path) -> dict[str, Any]:
     """Returns the result of the member in `folder`, from the records of its journal."""
-    start = next((record for record in records if record["kind"] == "start"), {})
-    epochs = [record for record in records if record["kind"] == "epoch"]
+    start = next((record for record in records if record.get("kind") == "start"), {})
+    epochs = [record for record in records if record.get("kind") == "epoch"]
     last = epochs[-1] if epochs else {}
-    end = next((record for record in records if record["kind"] == "end"), None)
-    diverged = any(record["kind"] == "diverged" for record in records)
-    state = "finished" if end else "diverged" if diverged else "stopped" if (folder / LAST).exists() else "waiting"
+    end = next((record for record in records if record.get("kind") == "end"), None)
+    diverged = next((record for record in records if record.get("kind") == "diverged"), None)
+    state = "finished" if end else "diverged" if diverged else "stopped" if checkpoint.exists(folder) else "waiting"
     return {
         "recipe": recipe,
         "folder": str(folder.relative_to(run)),
@@ -57,13 +56,14 @@ def result_of(records: Sequence[dict[str, Any]], recipe: str, seed: int, folder:
         "seconds": sum(e["seconds"] for e in epochs),
         "saved_bytes": start.get("saved_bytes"),
         "state_sha256": end["state_sha256"] if end else None,
+        "why": diverged["why"] if diverged else None,
         **{name: last[name] for name in _DETECTION if name in last},
     }
 
 
 def begun_with(folder: Path) -> dict[str, Any] | None:
     """Returns the recipe that a member was started with, as data; None for float32 and for a member that was not started."""
-    start: dict[str, Any] = next((record for record in files.read_lines(folder / METRICS) if record["kind"] == "start"), {})
+    start: dict[str, Any] = next((record for record in files.read_lines(folder / METRICS) if record.get("kind") == "start"), {})
     recipe: dict[str, Any] | None = start.get("recipe_data")
     return recipe
 

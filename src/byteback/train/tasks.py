@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from byteback.recipes import Recipe
-from byteback.train import data, layout, loop, networks
+from byteback.train import data, layout, loop, networks, weights
 from byteback.train.config import TrainConfig
 from byteback.train.data import Data, Part
 from byteback.train.detect import metrics, source
 from byteback.train.detect import run as detect
 from byteback.train.interrupt import Stop
+from byteback.train.world import World
 
 SCORES = {"classify": "accuracy", "video": "accuracy", "detect": "mAP"}  # the name of the score of each task
 
@@ -36,7 +37,7 @@ def _load(config: TrainConfig) -> Data:
     assert config.image_size and config.frames  # complete() filled them in
     if config.task == "detect":
         metrics.pycocotools()  # if it is missing, fail now and not after the first epoch
-        return source.load(config.data, config.image_size, config.augment, config.workers)
+        return source.load(config.data, config.image_size, config.augment, config.workers, config.skip_bad_images)
     return data.load(
         *(config.data, config.data_path),
         image_size=config.image_size,
@@ -45,6 +46,7 @@ def _load(config: TrainConfig) -> Data:
         workers=config.workers,
         frames=config.frames,
         frame_stride=config.frame_stride,
+        skip_bad_images=config.skip_bad_images,
     )
 
 
@@ -77,13 +79,20 @@ def build(config: TrainConfig, recipe: Recipe | None, images: Data, begun: bool)
     assert config.model
     if config.task == "detect":
         return detect.build(config, recipe, images.classes, begun)
-    return loop.build(config, recipe, images, networks.channels_for(config.model, images.channels))
+    return loop.build(config, recipe, images, networks.channels_for(config.model, images.channels), begun)
 
 
-def train(config: TrainConfig, member: loop.Member, images: Data, listener: loop.Listener, stop: Stop) -> None:
+def fresh_layers(config: TrainConfig, images: Data) -> list[str]:
+    """Returns the layers that --weights does not fill."""
+    assert config.model and config.weights
+    network = build(replace(config, weights=None), None, images, begun=False)
+    return weights.fit(network, weights.read(config.weights, config.model), config.weights, images.classes)
+
+
+def train(config: TrainConfig, member: loop.Member, images: Data, listener: loop.Listener, stop: Stop, world: World) -> None:
     """Trains a member to its end, from its checkpoint if it has one. Saves and raises Stopped when interrupted."""
     begin = detect.train if config.task == "detect" else loop.train
-    begin(config, member, images, listener, stop)
+    begin(config, member, images, listener, stop, world)
 
 
 def tested(config: TrainConfig, model: nn.Module, images: Data, channels: int) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from byteback.recipes import LearningRateRule, Recipe, recipe_classes
 from byteback.suggestions import unknown
 
 FLOAT = "float32"
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f/\\+,:%]")
+_LONGEST = 200  # bytes in the name of a folder; file systems take 255
 Tables = Mapping[str, Mapping[str, Any]]
 
 
@@ -36,12 +39,19 @@ class Variant:
 
     @property
     def folder(self) -> str:
-        """The name as the name of a folder.
+        """The name as the name of a folder: "+" between its parts, and %XX for what a name of a folder should not have.
+
+        Two names never share a folder, and none leaves the folder of the run.
 
         >>> Variant("unified-int8:period=100,strict=true", None).folder
         'unified-int8+period=100+strict=true'
+        >>> [Variant(name, None).folder for name in ("a/b", "a_b", "..")]
+        ['a%2Fb', 'a_b', '%2E%2E']
         """
-        return self.name.replace(":", "+").replace(",", "+").replace("/", "_")
+        base, colon, options = self.name.partition(":")
+        parts = [base, *options.split(",")] if colon else [base]
+        name = "+".join(_UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", part) for part in parts)
+        return re.sub(r"^\.+", lambda found: "%2E" * len(found[0]), name)
 
 
 def parse(spec: str, tables: Tables | None = None) -> Variant:
@@ -53,6 +63,12 @@ def parse(spec: str, tables: Tables | None = None) -> Variant:
     True
     """
     tables = tables or {}
+    if not spec or len(Variant(spec, None).folder.encode()) > _LONGEST:
+        what = "empty" if not spec else "too long for the name of a folder"
+        raise ValueError(
+            f"recipe {spec[:40]!r}: the name is {what}. Choose a name of 1 to {_LONGEST} bytes; "
+            "a table [recipes.NAME] in a TOML file gives options a short name."
+        )
     base, _, options = spec.partition(":")
     changes = dict(_option(spec, part) for part in options.split(",")) if options else {}
     passed: list[str] = []

@@ -12,8 +12,9 @@ void gemm_output(const ConvShape& s, const s8* x, const s8* w, Factor factor, f3
     run_output<OffsetQuads>(s, x, w, factor, y, threads, finish);
 }
 
-void gemm_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads) {
-    run_strided_grad_input<OffsetQuads>(s, g, w, factor, dx, threads);
+void gemm_grad_input(const ConvShape& s, const s8* g, const s8* w, Factor factor, f32* dx, int threads,
+                     const Epilogue* finish) {
+    run_strided_grad_input<OffsetQuads>(s, g, w, factor, dx, threads, finish);
 }
 
 void gemm_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {

@@ -7,33 +7,26 @@
 
 #include <algorithm>
 
+#include "conv/gemm/gemm_block.h"
 #include "core/x86/tiles_avx2.h"
 
 namespace byteback {
 namespace {
 
-constexpr s64 kColumns = 16;  // of a block of C
-
 inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 inline void end_streams() { _mm_sfence(); }  // behind what was written past the caches
 
-// The factors of 16 columns; only the first is read if they do not vary.
-struct ColumnFactors {
-    __m256 low, high;
-
-    ColumnFactors(const f32* factors, bool vary)
-        : low(vary ? _mm256_loadu_ps(factors) : _mm256_set1_ps(*factors)), high(vary ? _mm256_loadu_ps(factors + 8) : low) {}
-};
-
-// Final sums of a block, times their factors, into the rows of the result. `stream` bypasses the caches: for results that
-// are larger than the caches anyway, and lie on 64-byte boundaries.
-inline void write_floats(const s32* sums, s64 count, f32* const* rows, s64 column, const ColumnFactors& factors, bool stream) {
+// Sums of `count` rows and one whole panel, times their factors, into the rows of the result.
+inline void write_floats(const s32* sums, s64 count, const FloatsTo& out) {
+    const __m256 low = out.vary ? _mm256_loadu_ps(out.factors) : _mm256_set1_ps(*out.factors);
+    const __m256 high = out.vary ? _mm256_loadu_ps(out.factors + 8) : low;
     for (s64 i = 0; i < count; ++i, sums += kColumns) {
-        f32* to = rows[i] + column;
-        const __m256 a = _mm256_mul_ps(_mm256_cvtepi32_ps(load(sums)), factors.low);
-        const __m256 b = _mm256_mul_ps(_mm256_cvtepi32_ps(load(sums + 8)), factors.high);
-        if (stream) {
+        if (!out.rows[i]) continue;
+        f32* to = out.rows[i] + out.column;
+        const __m256 a = _mm256_mul_ps(_mm256_cvtepi32_ps(load(sums)), low);
+        const __m256 b = _mm256_mul_ps(_mm256_cvtepi32_ps(load(sums + 8)), high);
+        if (out.stream) {
             _mm256_stream_ps(to, a);
             _mm256_stream_ps(to + 8, b);
         } else {
@@ -41,6 +34,17 @@ inline void write_floats(const s32* sums, s64 count, f32* const* rows, s64 colum
             _mm256_storeu_ps(to + 8, b);
         }
     }
+}
+
+// to[step][row] = rows[row][step], 4 bytes each, for 16 rows that are readable to the next multiple of 32 bytes.
+inline void turn_panel(const char* rows, s64 stride, s64 steps, char* to) {
+    for (s64 step = 0; step < steps; step += 8)
+        for (int half = 0; half < 2; ++half) {
+            __m256 turned[8];
+            load_turned8(reinterpret_cast<const f32*>(rows + 8 * half * stride + 4 * step), stride / 4, turned);
+            for (s64 i = 0; i < std::min<s64>(8, steps - step); ++i)
+                _mm256_storeu_ps(reinterpret_cast<f32*>(to + (step + i) * 64 + 32 * half), turned[i]);
+        }
 }
 
 // A row of sums times its factors, any number of columns; all have the first factor if they do not vary.
@@ -51,6 +55,13 @@ inline void write_row(const s32* sums, s64 columns, const f32* factors, bool var
         _mm256_storeu_ps(to + j, _mm256_mul_ps(_mm256_cvtepi32_ps(load(sums + j)), f));
     }
     for (; j < columns; ++j) to[j] = static_cast<f32>(sums[j]) * factors[vary ? j : 0];
+}
+
+// `stream` bypasses the caches where whole vectors lie on their boundaries.
+inline void fill_zeros(f32* to, s64 count, bool stream) {
+    if (!stream || count % 8 != 0 || reinterpret_cast<uintptr_t>(to) % 32 != 0)
+        return static_cast<void>(std::fill_n(to, count, 0.0f));
+    for (s64 i = 0; i < count; i += 8) _mm256_stream_ps(to + i, _mm256_setzero_ps());
 }
 
 // to = from, or to += from; `count` is a multiple of 16.

@@ -13,13 +13,13 @@
 // The rows are inline assembly because gcc spills the accumulators of the same code in intrinsics. Include from files that
 // are compiled with -mavx2 or more; everything is in an anonymous namespace, so that no such code leaks to other machines.
 //
-// What gemm_product.h and gemm_grad_weight.h ask of such a kernel: the numbers kUnit .. kTileRows; `pack_row` and `interleave`
-// for each of the operands A and B; `column_starts`, from where sums begin; and multiply_block.
+// gemm_block.h says what else a multiply kernel has.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 
+#include "conv/gemm/gemm_block.h"
 #include "conv/gemm/x86/gemm_columns_avx2.h"
 
 namespace byteback {
@@ -40,10 +40,10 @@ inline __m128i load_tail(const s8* p, s64 n) {
 using Alias32 = s32 __attribute__((may_alias));
 
 // C[rows][16] (+)= A · B over at least one step. Row i of A begins at A + i * row bytes and its next step is `step` bytes on,
-// so that rows may lie one after the other or interleaved. `starts`: for kernels with an offset only.
+// so that rows may lie one after the other or interleaved.
 template <class Micro>
-__attribute__((noinline)) void multiply_block(const char* A, s64 row, s64 step, const char* B, s64 steps, const s32*, s32* C,
-                                              s64 ldc, bool accumulate) {
+__attribute__((noinline)) void multiply_block(const char* A, s64 row, s64 step, const char* B, s64 steps, s32* C, s64 ldc,
+                                              bool accumulate) {
     // Named sums: of an array gcc keeps a copy in memory, and stores it in every step.
     const Vector zero = _mm256_setzero_si256(), ones = _mm256_set1_epi16(1);
     Vector low0 = zero, low1 = zero, low2 = zero, low3 = zero, low4 = zero, low5 = zero;
@@ -74,11 +74,25 @@ __attribute__((noinline)) void multiply_block(const char* A, s64 row, s64 step, 
     if constexpr (Micro::kRows > 5) write(5, low5, high5);
 }
 
+template <class Micro>
+inline void multiply_to_sums(const GemmBlock& b, const SumsTo& out) {
+    for (s64 i = 0; i < b.stretches; ++i)
+        multiply_block<Micro>(b.depth[i].A, b.row, b.step, b.depth[i].B, b.depth[i].steps, out.to, out.stride,
+                              out.add || i > 0);
+}
+
+template <class Micro>
+inline void multiply_to_floats(const GemmBlock& b, const FloatsTo& out) {
+    alignas(64) s32 sums[Micro::kRows * kColumns];
+    multiply_to_sums<Micro>(b, {sums, kColumns, 0, false});
+    write_floats(sums, b.rows, out);
+}
+
 struct SignedPairs {
-    static constexpr int kUnit = 2, kRows = 6, kBytes = 2;  // depth per step, rows of the block, bytes per packed value
-    static constexpr s32 kOffset = 0;                       // added to A when packed, and taken off by the starts
-    static constexpr s64 kDepth = 640;                      // of a block whose operands stay in the first-level cache
-    static constexpr s64 kTileRows = 48;                    // so do this many rows of 256 values
+    static constexpr int kUnit = 2, kRows = 6, kPanels = 1, kBytes = 2;
+    static constexpr bool kExact = false;
+    static constexpr s32 kOffset = 0;
+    static constexpr s64 kDepth = 640, kTileRows = 48, kTileStep = kRows;
 
     // Both multiplies before both additions is a few percent faster than alternating.
     __attribute__((always_inline)) static void row(Vector& low, Vector& high, Vector b_low, Vector b_high, Vector,
@@ -101,41 +115,28 @@ struct SignedPairs {
         if (c < n) store(to + 2 * c, _mm256_cvtepi8_epi16(load_tail(from + c, n - c)));
     }
 
-    // n values of kUnit rows, of which `readable` values may be read, interleaved: [value][row]. May write up to 15 values past
-    // the end.
-    static void interleave_a(char* to, const s8* const* from, s64 n, s64 readable) {
-        for (s64 c = 0; c < n; c += 16) {
+    static void interleave_a(char* to, const s8* const* from, s64 n, s64 readable, s64 sixteen = 64) {
+        for (s64 c = 0; c < n; c += 16, to += sixteen) {
             const __m128i x = load_tail(from[0] + c, readable - c), y = load_tail(from[1] + c, readable - c);
-            store(to + 4 * c, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y)));
-            store(to + 4 * c + 32, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x, y)));
+            store(to, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y)));
+            store(to + 32, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x, y)));
         }
     }
 
     static void pack_row_b(char* to, const s8* from, s64 n) { pack_row_a(to, from, n); }
-    static void interleave_b(char* to, const s8* const* from, s64 n, s64 readable) { interleave_a(to, from, n, readable); }
+    static void interleave_b(char* to, const s8* const* from, s64 n, s64 readable, s64 sixteen = 64) {
+        interleave_a(to, from, n, readable, sixteen);
+    }
     static void column_starts(const char*, s64, s32*) {}
+    static void multiply_sums(const GemmBlock& block, const SumsTo& out) { multiply_to_sums<SignedPairs>(block, out); }
+    static void multiply_floats(const GemmBlock& block, const FloatsTo& out) { multiply_to_floats<SignedPairs>(block, out); }
 };
 
-// n values of four rows, of which `readable` values may be read, interleaved: [value][row], every byte xor `flip`. May write up
-// to 15 values past the end.
-inline void interleave_quads(char* to, const s8* const* from, s64 n, s64 readable, __m128i flip) {
-    for (s64 c = 0; c < n; c += 16) {
-        __m128i x[4];
-        for (int u = 0; u < 4; ++u) x[u] = _mm_xor_si128(load_tail(from[u] + c, readable - c), flip);
-        const __m128i a = _mm_unpacklo_epi8(x[0], x[1]), b = _mm_unpacklo_epi8(x[2], x[3]);
-        const __m128i d = _mm_unpackhi_epi8(x[0], x[1]), e = _mm_unpackhi_epi8(x[2], x[3]);
-        __m128i* out = reinterpret_cast<__m128i*>(to + 4 * c);
-        _mm_storeu_si128(out, _mm_unpacklo_epi16(a, b));
-        _mm_storeu_si128(out + 1, _mm_unpackhi_epi16(a, b));
-        _mm_storeu_si128(out + 2, _mm_unpacklo_epi16(d, e));
-        _mm_storeu_si128(out + 3, _mm_unpackhi_epi16(d, e));
-    }
-}
-
 struct UnsignedQuads {
-    static constexpr int kUnit = 4, kRows = 5, kBytes = 1;
+    static constexpr int kUnit = 4, kRows = 5, kPanels = 1, kBytes = 1;
+    static constexpr bool kExact = false;
     static constexpr s32 kOffset = 0;
-    static constexpr s64 kDepth = 1280, kTileRows = 80;
+    static constexpr s64 kDepth = 1280, kTileRows = 80, kTileStep = kRows;
 
     __attribute__((always_inline)) static void row(Vector& low, Vector& high, Vector b_low, Vector b_high, Vector ones,
                                                    const char* a) {
@@ -156,11 +157,25 @@ struct UnsignedQuads {
 
     static void pack_row_b(char* to, const s8* from, s64 n) { pack_row_a(to, from, n); }
 
-    static void interleave_a(char* to, const s8* const* from, s64 n, s64 readable) {
-        interleave_quads(to, from, n, readable, _mm_setzero_si128());
+    static void interleave_a(char* to, const s8* const* from, s64 n, s64 readable, s64 sixteen = 64) {
+        for (s64 c = 0; c < n; c += 16, to += sixteen) {
+            __m128i x[4];
+            for (int u = 0; u < 4; ++u) x[u] = load_tail(from[u] + c, readable - c);
+            const __m128i a = _mm_unpacklo_epi8(x[0], x[1]), b = _mm_unpacklo_epi8(x[2], x[3]);
+            const __m128i d = _mm_unpackhi_epi8(x[0], x[1]), e = _mm_unpackhi_epi8(x[2], x[3]);
+            __m128i* out = reinterpret_cast<__m128i*>(to);
+            _mm_storeu_si128(out, _mm_unpacklo_epi16(a, b));
+            _mm_storeu_si128(out + 1, _mm_unpackhi_epi16(a, b));
+            _mm_storeu_si128(out + 2, _mm_unpacklo_epi16(d, e));
+            _mm_storeu_si128(out + 3, _mm_unpackhi_epi16(d, e));
+        }
     }
-    static void interleave_b(char* to, const s8* const* from, s64 n, s64 readable) { interleave_a(to, from, n, readable); }
+    static void interleave_b(char* to, const s8* const* from, s64 n, s64 readable, s64 sixteen = 64) {
+        interleave_a(to, from, n, readable, sixteen);
+    }
     static void column_starts(const char*, s64, s32*) {}
+    static void multiply_sums(const GemmBlock& block, const SumsTo& out) { multiply_to_sums<UnsignedQuads>(block, out); }
+    static void multiply_floats(const GemmBlock& block, const FloatsTo& out) { multiply_to_floats<UnsignedQuads>(block, out); }
 };
 
 }  // namespace

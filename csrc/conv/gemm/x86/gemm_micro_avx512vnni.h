@@ -9,98 +9,76 @@
 // The second term depends on the column only, so sums begin there (`column_starts`). vpdpbusd does not saturate: sums run
 // modulo 2^32, so whatever lies between, the outcome is exact if Σ a·b itself fits an int32. Where the depth is multiplied in
 // parts, every part begins at the starts of its own rows of B, so this holds for each part's sum.
-// 256-bit vectors: as fast as 512 bits on Zen 4, the same packed layouts as AVX2, and they do not slow down other CPUs' clocks.
 #pragma once
 
-#include "conv/gemm/x86/gemm_micro_avx2.h"
+#include <algorithm>
+#include <cstring>
+
+// First, because of how it includes the intrinsics.
+#include "conv/gemm/x86/gemm_multiply_avx512vnni.h"
+
+#include "conv/gemm/x86/gemm_columns_avx2.h"
 
 namespace byteback {
 namespace {
 
 struct OffsetQuads {
-    static constexpr int kUnit = 4, kRows = 8, kBytes = 1;
+    static constexpr int kUnit = 4, kRows = kMostRows, kPanels = 2, kBytes = 1;
+    static constexpr bool kExact = true;
     static constexpr s32 kOffset = 128;
-    static constexpr s64 kDepth = 1280, kTileRows = 80;
+    static constexpr s64 kDepth = 1280, kTileRows = 80, kTileStep = 16;
 
-    static __m256i flip() { return _mm256_set1_epi8(static_cast<char>(0x80)); }
+    static __m512i flip() { return _mm512_set1_epi8(static_cast<char>(0x80)); }
+    static __mmask64 first(s64 n) { return n >= 64 ? ~__mmask64{0} : (__mmask64{1} << n) - 1; }
 
-    // May write up to 31 values past the end.
     static void pack_row_a(char* to, const s8* from, s64 n) {
-        s64 c = 0;
-        for (; c + 32 <= n; c += 32) store(to + c, _mm256_xor_si256(load(from + c), flip()));
-        for (; c < n; c += 16) {
-            const __m128i x = _mm_xor_si128(load_tail(from + c, n - c), _mm256_castsi256_si128(flip()));
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + c), x);
+        for (s64 c = 0; c < n; c += 64) {
+            const __mmask64 there = first(n - c);
+            _mm512_mask_storeu_epi8(to + c, there, _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, from + c), flip()));
         }
     }
     static void pack_row_b(char* to, const s8* from, s64 n) { std::memcpy(to, from, static_cast<size_t>(n)); }
 
-    static void interleave_a(char* to, const s8* const* from, s64 n, s64 readable) {
-        interleave_quads(to, from, n, readable, _mm256_castsi256_si128(flip()));
+    static void interleave(char* to, const s8* const* from, s64 n, s64 readable, s64 sixteen, __m512i flipped) {
+        for (s64 c = 0; c < n; c += 64, to += 4 * sixteen) {
+            const __mmask64 there = first(readable - c);
+            __m512i x[4];
+            for (int u = 0; u < 4; ++u) x[u] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, from[u] + c), flipped);
+            const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpacklo_epi8(x[2], x[3]);
+            const __m512i d = _mm512_unpackhi_epi8(x[0], x[1]), e = _mm512_unpackhi_epi8(x[2], x[3]);
+            // Lane i of each has 4 values of the i-th sixteen: they are turned.
+            const __m512i q[4] = {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b), _mm512_unpacklo_epi16(d, e),
+                                  _mm512_unpackhi_epi16(d, e)};
+            const __m512i even[2] = {_mm512_shuffle_i32x4(q[0], q[1], 0x88), _mm512_shuffle_i32x4(q[2], q[3], 0x88)};
+            const __m512i odd[2] = {_mm512_shuffle_i32x4(q[0], q[1], 0xDD), _mm512_shuffle_i32x4(q[2], q[3], 0xDD)};
+            _mm512_storeu_si512(to, _mm512_shuffle_i32x4(even[0], even[1], 0x88));
+            if (n - c > 16) _mm512_storeu_si512(to + sixteen, _mm512_shuffle_i32x4(odd[0], odd[1], 0x88));
+            if (n - c > 32) _mm512_storeu_si512(to + 2 * sixteen, _mm512_shuffle_i32x4(even[0], even[1], 0xDD));
+            if (n - c > 48) _mm512_storeu_si512(to + 3 * sixteen, _mm512_shuffle_i32x4(odd[0], odd[1], 0xDD));
+        }
     }
-    static void interleave_b(char* to, const s8* const* from, s64 n, s64 readable) {
-        interleave_quads(to, from, n, readable, _mm_setzero_si128());
+    static void interleave_a(char* to, const s8* const* from, s64 n, s64 readable, s64 sixteen = 64) {
+        interleave(to, from, n, readable, sixteen, flip());
+    }
+    static void interleave_b(char* to, const s8* const* from, s64 n, s64 readable, s64 sixteen = 64) {
+        interleave(to, from, n, readable, sixteen, _mm512_setzero_si512());
     }
 
     // starts[column] = -128 Σ b
     static void column_starts(const char* B, s64 steps, s32* starts) {
-        const __m256i ones = _mm256_set1_epi8(1), zero = _mm256_setzero_si256();
-        __m256i low = zero, high = zero;
-        for (s64 step = 0; step < steps; ++step, B += 64) {
-            low = _mm256_dpbusd_epi32(low, ones, load(B));
-            high = _mm256_dpbusd_epi32(high, ones, load(B + 32));
+        const __m512i ones = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
+        __m512i even = zero, odd = zero;
+        for (; steps >= 2; steps -= 2, B += 128) {
+            even = _mm512_dpbusd_epi32(even, ones, _mm512_loadu_si512(B));
+            odd = _mm512_dpbusd_epi32(odd, ones, _mm512_loadu_si512(B + 64));
         }
-        store(starts, _mm256_sub_epi32(zero, _mm256_slli_epi32(low, 7)));
-        store(starts + 8, _mm256_sub_epi32(zero, _mm256_slli_epi32(high, 7)));
+        if (steps) even = _mm512_dpbusd_epi32(even, ones, _mm512_loadu_si512(B));
+        _mm512_storeu_si512(starts, _mm512_sub_epi32(zero, _mm512_slli_epi32(_mm512_add_epi32(even, odd), 7)));
     }
 
-    __attribute__((always_inline)) static void row(Vector& low, Vector& high, Vector b_low, Vector b_high, const char* a) {
-        Vector quad;
-        asm volatile(
-            "vpbroadcastd %[a], %[quad]\n\t"
-            "vpdpbusd %[b_low], %[quad], %[low]\n\t"
-            "vpdpbusd %[b_high], %[quad], %[high]"
-            : [low] "+v"(low), [high] "+v"(high), [quad] "=&v"(quad)
-            : [b_low] "v"(b_low), [b_high] "v"(b_high), [a] "m"(*reinterpret_cast<const Alias32*>(a)));
-    }
+    static void multiply_sums(const GemmBlock& block, const SumsTo& out) { multiply_quads(block, out); }
+    static void multiply_floats(const GemmBlock& block, const FloatsTo& out) { multiply_quads(block, out); }
 };
-
-template <>
-__attribute__((noinline)) void multiply_block<OffsetQuads>(const char* A, s64 row, s64 step, const char* B, s64 steps,
-                                                           const s32* starts, s32* C, s64 ldc, bool accumulate) {
-    const Vector low = load(starts), high = load(starts + 8);
-    Vector low0 = low, low1 = low, low2 = low, low3 = low, low4 = low, low5 = low, low6 = low, low7 = low;
-    Vector high0 = high, high1 = high, high2 = high, high3 = high, high4 = high, high5 = high, high6 = high, high7 = high;
-    const char* A4 = A + 4 * row;
-    const s64 row3 = 3 * row;
-    do {
-        const Vector b_low = load(B), b_high = load(B + 32);
-        OffsetQuads::row(low0, high0, b_low, b_high, A);
-        OffsetQuads::row(low1, high1, b_low, b_high, A + row);
-        OffsetQuads::row(low2, high2, b_low, b_high, A + 2 * row);
-        OffsetQuads::row(low3, high3, b_low, b_high, A + row3);
-        OffsetQuads::row(low4, high4, b_low, b_high, A4);
-        OffsetQuads::row(low5, high5, b_low, b_high, A4 + row);
-        OffsetQuads::row(low6, high6, b_low, b_high, A4 + 2 * row);
-        OffsetQuads::row(low7, high7, b_low, b_high, A4 + row3);
-        A += step;
-        A4 += step;
-        B += 64;
-    } while (--steps);
-    const auto write = [=](int i, Vector left, Vector right) {
-        s32* to = C + i * ldc;
-        store(to, accumulate ? _mm256_add_epi32(left, load(to)) : left);
-        store(to + 8, accumulate ? _mm256_add_epi32(right, load(to + 8)) : right);
-    };
-    write(0, low0, high0);
-    write(1, low1, high1);
-    write(2, low2, high2);
-    write(3, low3, high3);
-    write(4, low4, high4);
-    write(5, low5, high5);
-    write(6, low6, high6);
-    write(7, low7, high7);
-}
 
 }  // namespace
 }  // namespace byteback

@@ -48,7 +48,7 @@ from byteback.nn.quantizing import makes_pairs
 from byteback.nn.undo import current_step
 from byteback.ops.activations import MONOTONE
 from byteback.ops.backends.registry import backend_of
-from byteback.ops.types import NormGradient, NormState
+from byteback.ops.types import NormGradient, NormState, Wants
 from byteback.quantize import BlockGradient, QTensor
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class FusedBlock(Function):
         backs = with_grad and any(needs[:6])
         if not backs and _predicts(stages):
             return _prediction(x, weight, bias, residual, stages, sources)
-        site = find_site(x, weight, stages, _wanted, needs) if backs and stages.by_batch else None
+        site = find_site(x, weight, stages, _wants, needs) if backs and stages.by_batch else None
         stepped = None if site is None else forward_step(site, x, weight, residual, stages)
         if stepped is not None:
             source = _stepped(ctx, site, stages, *stepped)
@@ -223,20 +223,20 @@ def _by_operators(
     layer = call.layer
     operands, kept = forward_operands(x, weight, layer, call.slot, with_grad and needs[0], with_grad and needs[1])
     added = residual_of(residual, layer)
-    wanted = _wanted(stages, backs, needs[3])
+    wants = _wants(stages, backs, needs[3])
     if stages.by_batch:
         product = operands or channels_last(call.products.float_output(materialize(x), weight))
-        source, state, made = _by_batch(product, added, stages, wanted)
+        source, state, made = _by_batch(product, added, stages, wants)
         mask, y = made.mask, made.kept
     else:
         product = call.products.output(*operands) if operands else call.products.float_output(materialize(x), weight)
         state, y = given_state(stages.norm, bias, weight), None
         source = Source(channels_last(product), state.a, state.b, added, stages.activation, call.strides)
-        mask = _write(source, wanted)
+        mask = _write(source, wants)
     if backs:
-        y = source.x if wanted.y and y is None else y
+        y = source.x if y is None and _backward_reads_y(stages, needs[3]) else y
         _save(ctx, stages, (*kept, mask, *state[:4], *_tensors(y)))
-    source.join_int8 = wanted.join_int8
+    source.join_int8 = call.block.join_feeds_conv and _own_clip(layer)
     return source
 
 
@@ -247,7 +247,7 @@ def _stepped(ctx: Any, site: Any, stages: Stages, x: QTensor, added: Tensor | No
     known = values is not None or (added is None and stages.activation in MONOTONE)
     source = Source(y, a, b, added, stages.activation, call.strides, peak if known else None)
     source.keep(peak, ops.Normalized(None if values is None else QTensor(values, scale, counts), output))
-    source.join_int8 = block.join_feeds_conv and call.layer.recipe.input == SHARED_RULE
+    source.join_int8 = block.join_feeds_conv and _own_clip(call.layer)
     stored = (y,) if kept is None else (kept,) if step is None else (kept, step, centre)
     saved = (x.values, x.scale, w, w_scale, None, None, mask, a, b, mean, invstd, *stored)
     _save(ctx, stages, saved)
@@ -271,6 +271,13 @@ def _is_pointwise(call: Call) -> bool:
     return call.products.groups == 1 and call.weight.shape[2:].numel() == 1
 
 
+def _rounds_y(stages: Stages) -> bool:
+    """Whether the output of the convolution is stored as bfloat16."""
+    layer = stages.call.layer
+    in_int8 = stages.by_batch and layer.runs_int8("output")
+    return layer.recipe.stream == "bfloat16" and in_int8 and _is_pointwise(stages.call)
+
+
 def _travels_rounded(stages: Stages) -> bool:
     """Whether the result is stored as bfloat16: of what reads floats, there are only other blocks, which add it."""
     block, recipe = stages.call.block, stages.call.layer.recipe
@@ -278,42 +285,33 @@ def _travels_rounded(stages: Stages) -> bool:
     return recipe.stream == "bfloat16" and stages.by_batch and only_added and _reads_floats(stages.call)
 
 
-class _Wanted(NamedTuple):
-    """What a block computes in its forward pass, for its readers and for backward."""
-
-    int8: bool
-    floats: bool
-    join_int8: bool
-    y: bool = False  # backward needs the convolution's output
-    mask: bool = False  # backward needs the activation's mask
-    keep: str | None = None  # the form in which y is saved, if not as it is
-    y_dtype: torch.dtype = torch.float32  # of the convolution's output
-    dtype: torch.dtype = torch.float32  # of the floats
-
-
-def _wanted(stages: Stages, backs: bool, needs_gamma: bool) -> _Wanted:
-    """Returns what to compute. Backward needs y for the gradient of a norm and for smooth activations, else only a mask."""
-    layer, block, recipe = stages.call.layer, stages.call.block, stages.call.layer.recipe
-    # In training the clip is the maximum of the batch, which is known now. In eval it is the clip of the reader.
-    own_clip = layer.training and recipe.input == SHARED_RULE
-    int8 = own_clip and (block.feeds_conv or (block.feeds_add and recipe.residual_memory == "int8"))
-    reads = int8, _reads_floats(stages.call), block.join_feeds_conv and own_clip
-    rounds = recipe.stream == "bfloat16" and stages.by_batch and layer.runs_int8("output") and _is_pointwise(stages.call)
-    dtypes: dict[str, Any] = {
-        "y_dtype": torch.bfloat16 if rounds else torch.float32,
-        "dtype": torch.bfloat16 if _travels_rounded(stages) else torch.float32,
-    }
+def _wants(stages: Stages, backs: bool, needs_gamma: bool) -> Wants:
+    """Returns what a block computes in its forward pass, for its readers and for backward."""
+    layer, block = stages.call.layer, stages.call.block
+    recipe = layer.recipe
+    int8 = _own_clip(layer) and (block.feeds_conv or (block.feeds_add and recipe.residual_memory == "int8"))
+    floats, rounds = _reads_floats(stages.call), _rounds_y(stages)
+    dtypes = torch.bfloat16 if rounds else torch.float32, torch.bfloat16 if _travels_rounded(stages) else torch.float32
     if not backs:
-        return _Wanted(*reads, **dtypes)
-    y = stages.by_batch or needs_gamma or stages.activation not in MONOTONE
+        return Wants(int8, floats, False, None, *dtypes)
     as_it_is = "bfloat16" if rounds else "float32"
     keep = recipe.norm_memory if stages.by_batch and recipe.norm_memory not in ("float32", as_it_is) else None
-    masks = stages.activation in WITH_MASK
-    return _Wanted(*reads, y, masks and (stages.residual is not None or not y or keep is not None), keep, **dtypes)
+    masks = stages.residual is not None or keep is not None or not _backward_reads_y(stages, needs_gamma)
+    return Wants(int8, floats, masks and stages.activation in WITH_MASK, keep, *dtypes)
+
+
+def _own_clip(layer: Int8Layer) -> bool:
+    """Whether the clip of a result is its maximum, which is known now. In eval it is the clip of the reader."""
+    return layer.training and layer.recipe.input == SHARED_RULE
+
+
+def _backward_reads_y(stages: Stages, needs_gamma: bool) -> bool:
+    """Whether backward reads the output of the convolution: for a norm and for smooth activations, else only a mask."""
+    return stages.by_batch or needs_gamma or stages.activation not in MONOTONE
 
 
 def _by_batch(
-    product: Tensor | tuple[QTensor, QTensor], added: ops.Residual, stages: Stages, wanted: _Wanted
+    product: Tensor | tuple[QTensor, QTensor], added: ops.Residual, stages: Stages, wants: Wants
 ) -> tuple[Source, NormState, ops.Normalized]:
     """Computes the norm with batch statistics and what is wanted. Returns the source, the norm and the results of the pass.
 
@@ -321,13 +319,14 @@ def _by_batch(
     """
     call, norm, activation = stages.call, stages.norm, stages.activation
     assert norm is not None
-    wants: dict[str, Any] = {"want_int8": wanted.int8, "want_float": wanted.floats, "want_mask": wanted.mask}
-    wants |= {"keep": wanted.keep, "output_dtype": wanted.dtype}
+    want_int8, want_float, want_mask, keep, y_dtype, dtype = wants
+    named: dict[str, Any] = {"want_int8": want_int8, "want_float": want_float, "want_mask": want_mask, "keep": keep}
+    named["output_dtype"] = dtype
     if isinstance(product, Tensor):
-        y, made = product, ops.normalize_batch(product, norm, added, activation, **wants)
+        y, made = product, ops.normalize_batch(product, norm, added, activation, **named)
     else:
-        wants["y_dtype"] = wanted.y_dtype
-        y, made = call.products.normalized_output(*product, norm, added, activation, **wants)
+        named["y_dtype"] = y_dtype
+        y, made = call.products.normalized_output(*product, norm, added, activation, **named)
     state = made.norm
     assert state is not None
     source = Source(y, state.a, state.b, added, activation, call.strides, state.peak)
@@ -335,11 +334,11 @@ def _by_batch(
     return source, state, made
 
 
-def _write(source: Source, wanted: _Wanted) -> Tensor | None:
+def _write(source: Source, wants: Wants) -> Tensor | None:
     """Computes in one pass what will be read. Returns the mask that backward needs."""
-    if not (wanted.mask or wanted.floats or wanted.int8):
+    if not (wants.mask or wants.float or wants.int8):
         return None
-    return source.write(source.clip() if wanted.int8 else None, wanted.floats, wanted.mask)
+    return source.write(source.clip() if wants.int8 else None, wants.float, wants.mask)
 
 
 def _save(ctx: Any, stages: Stages, tensors: tuple[Tensor | None, ...]) -> None:
@@ -368,38 +367,45 @@ def _gradients(
     """Returns the gradients of the inputs of the block. Those of x and of the residual may wait for other readers."""
     saved = ctx.saved_tensors  # read once, because unpacking may recompute the tensors
     g, needs = channels_last(grad_output), ctx.needs_input_grad
-    stepped = None if ctx.site is None else backward_step(ctx, saved, g)
+    mask = saved[6] if of_residual is not None and of_residual.will_wait(ctx) else None  # else gm is written
+    masks = needs[5] and ctx.activation != "none" and mask is None
+    waiting = None if of_input is None else of_input.take()
+    stepped = None if ctx.site is None else backward_step(ctx, saved, g, masks, waiting)
     if stepped is not None and stepped.products is not None:
-        norm, products = stepped.norm, stepped.products
+        norm, (grad_input, grad_weight), waiting = stepped.norm, stepped.products, stepped.waiting
     else:
-        norm, products = _gradients_by_operators(ctx, saved, g, stepped)
-    g = g if norm.masked is None else norm.masked
-    grad_input, grad_weight = products
-    grad_residual = g if needs[5] else None
-    # In this order, which is autograd's, also if the block adds its own input.
+        norm, (grad_input, grad_weight) = _gradients_by_operators(ctx, saved, g, masks, stepped)
+    # First x, then the residual: in autograd's order also if they are the same tensor.
     if grad_input is not None and of_input is not None:
-        grad_input = _shared(of_input, ctx, grad_input)
-    if grad_residual is not None and of_residual is not None:
-        grad_residual = _shared(of_residual, ctx, grad_residual)
+        grad_input = of_input.give(ctx, grad_input if waiting is None else ops.add_waiting(grad_input, *waiting))
+    grad_residual: Tensor | None = None
+    if needs[5]:
+        grad_residual = g if norm.masked is None else norm.masked
+        if of_residual is not None:
+            grad_residual = _residual_gradient(of_residual, ctx, grad_residual, mask)
     wanted = zip((norm.bias, norm.gamma, norm.beta), needs[2:5], strict=True)
     return grad_input, grad_weight, *(grad if needed else None for grad, needed in wanted), grad_residual
 
 
-def _shared(shared: SharedGradient, ctx: Any, grad: Tensor) -> Tensor | None:
-    """Adds a gradient of this block to those that wait. Returns the sum if no other reader will come."""
+def _residual_gradient(shared: SharedGradient, ctx: Any, grad: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Adds the gradient of the residual to what waits for it. Returns the sum if no other reader will come."""
     waiting = shared.take()
-    return shared.give(ctx, grad if waiting is None else waiting + grad)
+    if waiting is None:
+        return shared.give(ctx, grad, mask)
+    if mask is not None:  # the block adds its own input, whose gradient has come in between
+        grad = ops.add_waiting(torch.zeros_like(grad), grad, mask)
+    return shared.give(ctx, ops.add_waiting(grad, *waiting))
 
 
 def _gradients_by_operators(
-    ctx: Any, saved: tuple[Tensor, ...], g: Tensor, stepped: Gradients | None
+    ctx: Any, saved: tuple[Tensor, ...], g: Tensor, masks: bool, stepped: Gradients | None
 ) -> tuple[NormGradient, tuple[Tensor | None, Tensor | None]]:
     """Returns the gradient of the norm and those of the products. `stepped` has what a site has computed already."""
     kept, state, stored = Operands(*saved[:6]), NormState(*saved[7:11]), saved[11:]
     mask: Tensor | None = saved[6]
     # If y was not saved, its factors are 0, so any tensor of its shape can be passed.
     y: Any = stored if len(stored) > 1 else stored[0] if stored else g
-    norm = _norm_gradient(ctx, g, y, state, mask) if stepped is None else stepped.norm
+    norm = _norm_gradient(ctx, g, y, state, mask, masks) if stepped is None else stepped.norm
     activation = ctx.activation
     if norm.masked is not None:
         g, mask, activation = norm.masked, None, "none"
@@ -408,11 +414,11 @@ def _gradients_by_operators(
     return norm, backward_products(ctx, kept, BlockGradient(parts, norm.sums), ctx.needs_input_grad, begun)
 
 
-def _norm_gradient(ctx: Any, g: Tensor, y: Any, state: NormState, mask: Tensor | None) -> NormGradient:
-    """Returns the coefficients of the gradient of y and the gradients of the parameters."""
+def _norm_gradient(ctx: Any, g: Tensor, y: Any, state: NormState, mask: Tensor | None, masks: bool) -> NormGradient:
+    """Returns the coefficients of the gradient of y and the gradients of the parameters. With `masks` also gm."""
     activation, needs, pairs = ctx.activation, ctx.needs_input_grad, makes_pairs(ctx.layer)
     # For two copies the gradient is read twice more, so the derivative of a smooth activation is computed once and stored.
-    masks = (needs[5] and activation != "none") or (pairs and activation in ops.SMOOTH)
+    masks = masks or (pairs and activation in ops.SMOOTH)
     if ctx.by_batch:
         wants = {"want_bias": needs[2], "want_masked": masks, "want_sums": pairs}
         return batch_gradient(g, y, state, mask, activation, ctx.norm_eps, **wants)

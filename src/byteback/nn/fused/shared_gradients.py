@@ -14,13 +14,14 @@ are added by autograd.
 The order of additions is that of arrival, which is autograd's order too. So the bits are those of autograd. An exception: if
 a reader of another kind comes between three or more, autograd adds its gradient to the sum of the others.
 
-The waiting tensor never passes through autograd, so it may have another dtype than x.
+A waiting tensor never passes through autograd, so it may have another form than x: the gradient of a residual is masked by
+the activation when it is added, and is not written before.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,12 +35,19 @@ enabled = True
 """If False, autograd adds all gradients. Tests compare the two."""
 
 
+class Waiting(NamedTuple):
+    """A gradient that waits: g, or with a mask (ops/block.py) g where it is set, else 0. Nobody may write to it."""
+
+    g: Tensor
+    mask: Tensor | None
+
+
 class _Pass:
     """What one backward pass has brought so far."""
 
     def __init__(self) -> None:
         self.arrived: set[int] = set()  # ids of readers, which live as long as the pass
-        self.waiting: Tensor | None = None
+        self.waiting: Waiting | None = None
 
 
 class SharedGradient:
@@ -56,36 +64,50 @@ class SharedGradient:
         self._readers = [ref for ref in self._readers if ref() is not None]  # checkpointing discards readers
         self._readers.append(weakref.ref(ctx))
 
-    def take(self) -> Tensor | None:
-        """Returns the sum of the gradients that have arrived in this backward pass, to which the caller adds its own.
-
-        The caller must not write to it: it may be a tensor that somebody else reads.
-        """
+    def take(self) -> Waiting | None:
+        """Returns the sum of the gradients that have arrived in this backward pass, to which the caller adds its own."""
         state = self._passes.get(_current_pass()) if self._passes else None
         if state is None:
             return None
         waiting, state.waiting = state.waiting, None
         return waiting
 
-    def give(self, ctx: Any, grad: Tensor) -> Tensor | None:
+    def will_wait(self, ctx: Any) -> bool:
+        """Whether the gradient that the reader `ctx` is about to compute will wait for another reader, as the first one."""
+        state = self._state(ctx)
+        return state is not None and state.waiting is None and self._is_awaited(ctx, state)
+
+    def give(self, ctx: Any, grad: Tensor, mask: Tensor | None = None) -> Tensor | None:
         """Returns what the reader `ctx` returns to autograd: `grad`, or None if it waits for a reader that will run.
 
-        `grad` is the gradient of this reader and of all before it: `take` is called first.
+        `grad` is the gradient of this reader and of all before it: `take` is called first. A mask is allowed after `will_wait`.
         """
-        if len(self._readers) < 2 or not enabled:
+        state = self._state(ctx)
+        if state is None:
             return grad
         now = _current_pass()
-        readers = [reader for ref in self._readers if (reader := ref()) is not None]
-        # Compiled autograd calls backward with another object, and must not get None.
-        if now == _OUTSIDE or not any(reader is ctx for reader in readers):
+        if not self._is_awaited(ctx, state):
+            self._passes.pop(now, None)
             return grad
-        state = self._passes.setdefault(now, _Pass())
         state.arrived.add(id(ctx))
-        if not any(id(reader) not in state.arrived and _will_run(reader) for reader in readers):
-            del self._passes[now]
-            return grad
-        state.waiting = grad
+        state.waiting = Waiting(grad, mask)
+        self._passes[now] = state
         return None
+
+    def _state(self, ctx: Any) -> _Pass | None:
+        """Returns the state of the current backward pass; None if readers do not wait for each other."""
+        if len(self._readers) < 2 or not enabled:
+            return None
+        now = _current_pass()
+        # Compiled autograd calls backward with another object, and must not get None.
+        if now == _OUTSIDE or not any(ref() is ctx for ref in self._readers):
+            return None
+        return self._passes.get(now) or _Pass()
+
+    def _is_awaited(self, ctx: Any, state: _Pass) -> bool:
+        """Whether another reader than `ctx` will run in this backward pass."""
+        others = (reader for ref in self._readers if (reader := ref()) is not None and reader is not ctx)
+        return any(id(reader) not in state.arrived and _will_run(reader) for reader in others)
 
 
 def shared_gradient(x: Tensor | None, ctx: Any) -> SharedGradient | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from byteback.nn.fused.shared_gradients import Waiting
 from byteback.nn.fused.sources import SHARED_RULE, floats_dtype, floats_of, shared_floats, source_of
 from byteback.ops.backends.registry import backend_of
 from byteback.ops.block_step import BlockShape, block_site
@@ -26,8 +27,8 @@ enabled = True
 """If False, the operators always run one by one. Tests compare the two."""
 
 
-def find_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[bool, ...]) -> Any:
-    """Returns the site of this call; None if it is not ordinary training. `wanted(...)` returns what the block computes."""
+def find_site(x: Tensor, weight: Tensor, stages: Any, wants: Any, needs: tuple[bool, ...]) -> Any:
+    """Returns the site of this call; None if it is not ordinary training. `wants(...)` returns what the block computes."""
     call, norm = stages.call, stages.norm
     layer = call.layer
     numerics = layer._modules.get("quantizers")
@@ -43,11 +44,11 @@ def find_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[
     if key not in sites:
         if len(sites) >= _MOST_SITES:
             sites.clear()
-        sites[key] = _new_site(x, weight, stages, wanted(stages, True, needs[3]), needs)
+        sites[key] = _new_site(x, weight, stages, wants(stages, True, needs[3]), needs)
     return sites[key]
 
 
-def _new_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[bool, ...]) -> Any:
+def _new_site(x: Tensor, weight: Tensor, stages: Any, wants: Wants, needs: tuple[bool, ...]) -> Any:
     call, norm = stages.call, stages.norm
     layer, numerics = call.layer, call.layer.quantizers
     recipe, settings = layer.recipe, numerics.settings
@@ -63,7 +64,6 @@ def _new_site(x: Tensor, weight: Tensor, stages: Any, wanted: Any, needs: tuple[
         if not numerics.chooses_both:
             return None
         names.append("grad_output_for_weight")
-    wants = Wants(wanted.int8, wanted.floats, wanted.mask, wanted.keep, wanted.y_dtype, wanted.dtype)
     residual = None if stages.residual is None else floats_dtype(stages.residual)
     sizes = tuple(x.shape), tuple(weight.shape), weight.stride(), tuple(call.size)
     shape = BlockShape(*sizes, tuple(call.products), stages.activation, residual, wants, norm.eps)
@@ -95,11 +95,15 @@ class Gradients(NamedTuple):
 
     norm: NormGradient
     products: tuple[Tensor | None, Tensor | None] | None
+    waiting: Waiting | None  # what is still to be added to grad_input
     begun: tuple[Moment, Tensor] | None
 
 
-def backward_step(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> Gradients | None:
-    """Returns the gradients of a block whose forward ran on a site. Returns None and changes nothing if it cannot run."""
+def backward_step(ctx: Any, saved: tuple[Tensor, ...], g: Tensor, masks: bool, waiting: Waiting | None) -> Gradients | None:
+    """Returns the gradients of a block whose forward ran on a site. Returns None and changes nothing if it cannot run.
+
+    `masks`: the masked gradient is written. `waiting` is added to grad_input.
+    """
     layer = ctx.layer
     numerics = layer._modules.get("quantizers")
     if numerics is None or type(g) is not Tensor or torch._C._len_torch_dispatch_stack() or layer.int8_frozen is not None:
@@ -113,14 +117,14 @@ def backward_step(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> Gradients |
     second = modules.get("grad_output_for_weight")
     if second is not None:
         tensors += second._buffers.values()
-    masks = ctx.needs_input_grad[5] and ctx.activation != "none"
     counts_itself = ctx.training and not layer.hooked
-    made = ctx.site.backward(g, saved, ctx.saved_at, tensors, masks, layer.rank(), counts_itself)
+    fits = waiting is not None and ctx.site.can_add(*waiting)
+    made = ctx.site.backward(g, saved, ctx.saved_at, tensors, waiting if fits else None, masks, layer.rank(), counts_itself)
     if made is None:
         return None
     done, now, words, (q, r, gamma, beta, masked, total, squares, grad_input, grad_weight) = made
     norm = NormGradient(q, r, gamma, beta, masked, None if total is None else (total, squares))
     if done:
-        return Gradients(norm, (grad_input, grad_weight), None)
+        return Gradients(norm, (grad_input, grad_weight), None if fits else waiting, None)
     moment = Moment(torch.tensor(now, device=g.device), ctx.slot, ctx.training)
-    return Gradients(norm, None, (moment, torch.tensor(words, device=g.device)))
+    return Gradients(norm, None, waiting, (moment, torch.tensor(words, device=g.device)))

@@ -171,15 +171,18 @@ class Int8Layer(_Base):
 
     def check_dtypes(self, x: Tensor) -> None:
         """Raises an error if a dtype or a device does not fit an int8 product."""
-        if self.weight.dtype != torch.float32:
+        weight = self.weight
+        if weight.dtype is x.dtype is torch.float32 and weight.is_cpu and x.is_cpu:
+            return
+        if weight.dtype != torch.float32:
             raise TypeError(
-                f"{self.int8_name}: weight is {self.weight.dtype}, but int8 training needs float32 master weights. "
+                f"{self.int8_name}: weight is {weight.dtype}, but int8 training needs float32 master weights. "
                 "Keep the model in float32 (model.float()) and use torch.autocast for the other layers."
             )
-        if x.device != self.weight.device:
+        if x.device != weight.device:
             raise RuntimeError(
-                f"{self.int8_name}: input is on {x.device} and weight on {self.weight.device}, but both must be on the same "
-                f"device. Move the input with .to({str(self.weight.device)!r})."
+                f"{self.int8_name}: input is on {x.device} and weight on {weight.device}, but both must be on the same "
+                f"device. Move the input with .to({str(weight.device)!r})."
             )
         if x.dtype != torch.float32 and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
             raise TypeError(

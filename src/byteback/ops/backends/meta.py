@@ -275,6 +275,10 @@ def normalize_grad(parts: GradientParts) -> Tensor:
     return _like(parts.g)
 
 
+def add_waiting(x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+    return _like(x)
+
+
 def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
     return _quantized(parts.g, parts.g.new_empty((1,) * parts.g.dim()))
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from byteback.ops.backends import meta, paths, reference
-from byteback.ops.backends.cpu import library
+from byteback.ops.backends.cpu import detect, library
 from byteback.ops.backends.cpu.backend import Cpu
 
 Backend = Any
@@ -52,6 +53,15 @@ def backend_of(x: Tensor) -> Backend:
 def runs_blocks(x: Tensor) -> bool:
     """Whether fused blocks run on the device of x. With the reference they would be slower than single layers."""
     return x.is_cpu or x.device.type in _BY_DEVICE
+
+
+def detection_of(*tensors: Tensor) -> Any:
+    """Returns the module with nms and roi_align for these tensors; None if the caller must compute them with PyTorch.
+
+    They are float operators of torchvision, so no path has its own, and they have no reference here.
+    """
+    ready = library.native is not None and all(x.is_cpu and x.dtype == torch.float32 for x in tensors)
+    return detect if ready else None
 
 
 def _elsewhere(op: str, tensors: tuple[Tensor | None, ...]) -> Backend:

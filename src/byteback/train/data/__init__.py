@@ -16,9 +16,9 @@ from byteback.train.data.downloaded import downloaded, found
 from byteback.train.data.embedded import digits
 from byteback.train.data.folder import folder
 from byteback.train.data.moving_items import moving_items
-from byteback.train.data.source import Batch, Data, Part, Source
+from byteback.train.data.source import Batch, Data, DataError, Part, Source
 
-__all__ = ["Batch", "Data", "Part", "Source", "load", "root", "state", "NAMES"]
+__all__ = ["Batch", "Data", "DataError", "Part", "Source", "load", "root", "state", "NAMES"]
 
 NAMES = ("digits", "cifar10", "cifar100", "fashion-mnist")
 VARIABLE = "BYTEBACK_DATA"
@@ -39,17 +39,20 @@ def load(
     workers: int = 0,
     frames: int = 16,
     frame_stride: int = 1,
+    skip_bad_images: bool = False,
 ) -> Data:
     """Loads the data set `name`. The default of `image_size` depends on the data set."""
     kind, colon, path = name.partition(":")
     if kind == "folder" and path:
-        return folder(Path(path), image_size or 224, augment, workers)
+        return folder(Path(path), image_size or 224, augment, workers, skip_bad_images)
     if kind in ("frames", "clips") and path:
-        return clips(kind, Path(path), frames, frame_stride, image_size or 112, augment, workers)
+        return clips(kind, Path(path), frames, frame_stride, image_size or 112, augment, workers, skip_bad_images)
     if name == "moving-items":
         return moving_items(root(data_path), frames, image_size or 32, augment, download)
     if name not in NAMES:
         known = [*NAMES, "folder:PATH", "moving-items", "frames:PATH", "clips:PATH"]
+        if Path(name).is_dir():
+            raise ValueError(f"train: --data {name} is a folder; for images in folders of classes use --data folder:{name}.")
         raise unknown("train", "data set", name, known)
     if name == "digits":
         return digits(image_size or 8)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from byteback.train.data import draws
+from byteback.train.data import draws, pictures
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEOS = (".mp4", ".avi", ".mkv", ".webm", ".mov", ".mpg", ".mpeg", ".m4v")
@@ -90,8 +90,11 @@ def _is_clip(kind: str, entry: Path) -> bool:
 
 def _from_table(path: Path) -> Listing:
     where = path / "labels.csv"
-    with where.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
-        rows = list(csv.DictReader(file))
+    try:
+        with where.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
+            rows = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{where}: this is not a table of comma-separated values in UTF-8: {error}.") from error
     if not rows or not {"file", "label"} <= rows[0].keys():
         raise ValueError(f"{where}: the table must have the columns file and label, and a row for every clip.")
     for line, row in enumerate(rows, start=2):
@@ -165,11 +168,18 @@ def in_time(name: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), part) if part.isascii() and part.isdigit() else (0, part) for part in parts)
 
 
+def images_of(path: Path) -> list[Path]:
+    """Returns the image files of a clip, in time: its frames, or its sheet; none for a video."""
+    if not path.is_dir():
+        return [path] if path.suffix.lower() in IMAGES else []
+    images = (file for file in path.iterdir() if file.suffix.lower() in IMAGES and not file.name.startswith("."))
+    return sorted(images, key=lambda file: in_time(file.name))
+
+
 def read(path: Path, frames: int, stride: int, random: np.ndarray | None) -> np.ndarray:
     """Reads a clip as (frames, height, width, 3) uint8. Raises a ValueError that names the file if it cannot be read."""
     if path.is_dir():
-        images = (file for file in path.iterdir() if file.suffix.lower() in IMAGES and not file.name.startswith("."))
-        files = sorted(images, key=lambda file: in_time(file.name))
+        files = images_of(path)
         if not files:
             raise ValueError(f"{path} contains no image. Add its frames, or remove the folder.")
         pictures = [_image(files[i]) for i in choose(len(files), frames, stride, random)]
@@ -190,13 +200,7 @@ def read(path: Path, frames: int, stride: int, random: np.ndarray | None) -> np.
 
 
 def _image(file: Path) -> np.ndarray:
-    from PIL import Image
-
-    try:
-        with Image.open(file) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises a SyntaxError for a broken PNG
-        raise ValueError(f"{file} cannot be read as an image: {error}. Repair or remove it.") from error
+    return np.asarray(pictures.read(file))
 
 
 def av() -> Any:
@@ -228,5 +232,5 @@ def _video(path: Path, frames: int, stride: int, random: np.ndarray | None) -> n
                 if number >= wanted[-1]:
                     break
     except Exception as error:  # PyAV has a different error for every error of FFmpeg
-        raise ValueError(f"{path} cannot be decoded: {error}. Repair or remove it.") from error
+        raise ValueError(f"{path} cannot be decoded: {error}.") from error
     return np.stack([kept[number] for number in wanted])

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from byteback.torchvision_compat import load
-from byteback.train.data import clip_files, draws
+from byteback.train.data import clip_files, draws, scan
 from byteback.train.data.clip_files import VIDEOS, Clip
 from byteback.train.data.from_disk import FromDisk, Unreadable, stacked
+from byteback.train.data.preprocess import CLIP_MEAN, CLIP_STD, Preprocess
 from byteback.train.data.source import Data
-
-_MEAN, _STD = [0.43216, 0.394666, 0.37645], [0.22803, 0.22145, 0.216989]  # Kinetics', as torchvision's video networks use
 
 
 class _Clips(Dataset[Any]):
@@ -46,7 +45,20 @@ class _Clips(Dataset[Any]):
         return frames.transpose(0, 1), clip.label
 
 
-def clips(kind: str, path: Path, frames: int, stride: int, image_size: int, augment: bool, workers: int) -> Data:
+def _readable(name: str, found: clip_files.Listing, workers: int, skip: bool) -> tuple[list[Clip], list[Clip]]:
+    """Returns the clips of both splits whose images can all be read. Videos are only read in training."""
+    frames = {clip: clip_files.images_of(clip.path) for clip in (*found.train, *found.test)}
+    every = [file for files in frames.values() for file in files]
+    good = dict(zip(every, scan.usable(name, every, workers, skip), strict=True))
+    train, test = ([clip for clip in split if all(good[file] for file in frames[clip])] for split in (found.train, found.test))
+    if not train or not test:
+        raise ValueError(f"{name}: no clip of the {'test' if train else 'training'} split can be read.")
+    return train, test
+
+
+def clips(
+    kind: str, path: Path, frames: int, stride: int, image_size: int, augment: bool, workers: int, skip: bool = False
+) -> Data:
     """Loads the data set in `path`."""
     load()
     from torchvision.transforms import v2
@@ -54,11 +66,13 @@ def clips(kind: str, path: Path, frames: int, stride: int, image_size: int, augm
     found = clip_files.find(kind, path)
     if any(clip.path.suffix.lower() in VIDEOS for clip in (*found.train, *found.test) if kind == "clips"):
         clip_files.av()  # if it is missing, fail now and not in a worker
-    end = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)]
-    plain = [v2.Resize(round(image_size * 128 / 112), antialias=True), v2.CenterCrop(image_size), *end]
+    train_clips, test_clips = _readable(f"{kind}:{path}", found, workers, skip)
+    end = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(CLIP_MEAN), list(CLIP_STD))]
+    preprocess = Preprocess("clip", image_size, 3, CLIP_MEAN, CLIP_STD, frames=frames, stride=stride)
+    plain = preprocess.transform()
     scale = v2.RandomResizedCrop(image_size, scale=(0.4, 1.0), antialias=True)
     random = [scale, v2.RandomHorizontalFlip(), *end]
-    train = _Clips(found.train, frames, stride, v2.Compose(random if augment else plain), anywhere=augment)
-    test = _Clips(found.test, frames, stride, v2.Compose(plain), anywhere=False)
+    train = _Clips(train_clips, frames, stride, v2.Compose(random) if augment else plain, anywhere=augment)
+    test = _Clips(test_clips, frames, stride, plain, anywhere=False)
     splits = FromDisk(train, workers, stacked), FromDisk(test, workers, stacked)
-    return Data(f"{kind}:{path}", len(found.classes), image_size, 3, *splits, frames, tuple(found.classes))
+    return Data(f"{kind}:{path}", len(found.classes), image_size, 3, *splits, frames, tuple(found.classes), preprocess)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from byteback.torchvision_compat import load
+from byteback.train.data.preprocess import Preprocess
 from byteback.train.data.source import Data, InMemory
 
 _TIMEOUT = 10.0  # seconds without data before a download fails
@@ -53,7 +54,9 @@ def downloaded(name: str, root: Path, augment: bool, download: bool) -> Data:
     labels = [torch.as_tensor(part.targets, dtype=torch.int64) for part in parts]
     train = InMemory(images[0], labels[0], mean, std, crop=4 if augment else 0, flip=augment)
     channels = images[0].shape[3]
-    return Data(name, len(parts[0].classes), 32, channels, train, InMemory(images[1], labels[1], mean, std))
+    test, border = InMemory(images[1], labels[1], mean, std), 2 if name == "fashion-mnist" else 0
+    preprocess = Preprocess("pixels", 32, channels, tuple(mean), tuple(std), border)
+    return Data(name, len(parts[0].classes), 32, channels, train, test, names=tuple(parts[0].classes), preprocess=preprocess)
 
 
 def found(name: str, root: Path) -> bool:

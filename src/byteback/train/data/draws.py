@@ -46,16 +46,25 @@ def order(seed: int, epoch: int, images: int) -> Tensor:
     return torch.randperm(images, generator=generator)
 
 
-def batches(seed: int, epoch: int, images: int, size: int) -> list[Tensor]:
-    """Returns that order in batches. A last batch of a single image is dropped, because BatchNorm cannot train on it."""
-    return [chosen for chosen in order(seed, epoch, images).split(size) if len(chosen) > 1]
+def batches(seed: int, epoch: int, images: int, size: int, ranks: int = 1) -> list[Tensor]:
+    """Returns that order in batches. A last batch of a single image per rank is dropped: BatchNorm cannot train on it."""
+    return [chosen for chosen in order(seed, epoch, images).split(size) if len(chosen) > 2 * ranks - 1]
 
 
-def steps(images: int, size: int) -> int:
+def share(batch: Tensor, rank: int, ranks: int) -> Tensor:
+    """Returns the part of a batch that a rank trains on. The parts differ by one image at most, and none is padded.
+
+    >>> [share(torch.arange(5), rank, 2).tolist() for rank in range(2)]
+    [[0, 1, 2], [3, 4]]
+    """
+    return batch.tensor_split(ranks)[rank]
+
+
+def steps(images: int, size: int, ranks: int = 1) -> int:
     """Returns the number of batches in an epoch.
 
     >>> steps(129, 64), steps(130, 64)
     (2, 3)
     """
     full, rest = divmod(images, size)
-    return full + (rest > 1)
+    return full + (rest > 2 * ranks - 1)

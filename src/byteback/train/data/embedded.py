@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from byteback.train.data.preprocess import Preprocess
 from byteback.train.data.source import Data, InMemory
 
 _SIZE = 8
@@ -36,6 +37,7 @@ def digits(image_size: int = _SIZE) -> Data:
         *("digits", 10, image_size, 1),
         InMemory(images[~test], labels[~test], mean, std),
         InMemory(images[test], labels[test], mean, std),
+        preprocess=Preprocess("pixels", image_size, 1, tuple(mean), tuple(std), white=16.0 if image_size == _SIZE else 240.0),
     )
 
 

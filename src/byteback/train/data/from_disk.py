@@ -7,7 +7,7 @@ the number of workers, nor on the step where an epoch is resumed.
 
 from __future__ import annotations
 
-import signal
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from byteback.train import interrupt
+from byteback.train.data.source import DataError
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,31 @@ class FromDisk:
 
     def batches(self, chosen: Sequence[Tensor], seed: int, epoch: int) -> Iterator[Any]:
         keys = [[(seed, epoch, index) for index in batch.tolist()] for batch in chosen]
+        workers = min(self.workers, len(keys))
         loader: DataLoader[Any] = DataLoader(
             *(self.dataset,),
             batch_sampler=keys,
-            num_workers=min(self.workers, len(keys)),
+            num_workers=workers,
             collate_fn=self._batch,
-            worker_init_fn=_leave_signals_to_the_parent,
+            worker_init_fn=_begin,
             generator=torch.Generator(),  # else it would use the default generator, which dropout and samplers of detectors use
         )
-        for batch in loader:
+        with interrupt.held_back() if workers else contextlib.nullcontext():
+            batches = iter(loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise DataError(
+                    f"data: a process that reads images has died: {str(error).splitlines()[0]} It was killed from outside, for "
+                    "example for want of memory: use fewer --workers, then continue with --resume."
+                ) from error
             if isinstance(batch, Unreadable):
-                raise ValueError(f"data: {batch.why}")
+                raise DataError(f"data: {batch.why} It could be read before training. Restore it, then continue with --resume.")
             yield batch
 
     def _batch(self, items: list[Any]) -> Any:
@@ -62,8 +79,7 @@ def stacked(items: list[Any]) -> tuple[Tensor, Tensor]:
     return images.contiguous(memory_format=layout), torch.tensor([label for _, label in items])
 
 
-def _leave_signals_to_the_parent(_: int) -> None:
-    """Ignores Ctrl-C, which is sent to all processes: the parent saves, and then ends its workers with SIGTERM."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _begin(_: int) -> None:
+    """Prepares a worker process."""
+    interrupt.leave_to_the_parent()
     torch.set_num_threads(1)

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor
 
 from byteback.train.data import draws
+from byteback.train.data.preprocess import Preprocess
 
 Batch = tuple[Tensor, Tensor]  # images (N, C, H, W) or clips (N, C, T, H, W) float32, channels_last is best; labels (N) int64
+
+
+class DataError(ValueError):
+    """Data could not be read during training. What was trained until then is saved."""
 
 
 class Source(Protocol):
@@ -48,6 +53,10 @@ class Data:
     """Frames per clip; 0 for images."""
     names: tuple[str, ...] = ()
     """Names of the classes, if the files have them, without the background of detection."""
+    preprocess: Preprocess | None = None
+    """How a file becomes an input."""
+    note: str = ""
+    """What a user should know about the splits."""
 
     def close(self) -> None:
         """Ends the worker processes of both splits."""

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from byteback.train import files
 from byteback.train.detect.annotations import Box, Checks, Picture, Split, existing
 
 Id = int | str  # COCO's own are integers; some tools write names
@@ -44,9 +45,10 @@ def _file(path: Path, split: str) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    text = files.read_text(file)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:  # the second: lists in lists in lists
         raise ValueError(f"{file}: this is not JSON: {error}.") from error
     lists = {key: data.get(key) if isinstance(data, dict) else None for key in ("images", "annotations", "categories")}
     for key, entries in lists.items():
@@ -75,7 +77,7 @@ def _pictures(path: Path, file: Path, data: dict[str, Any], checks: Checks, clas
         where = f"{file}, image {entry.get('id')} ({entry.get('file_name')})"
         try:
             number, name, size = _id(entry["id"]), str(entry["file_name"]), (int(entry["width"]), int(entry["height"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"{where}: {error} is missing; id, file_name, width and height are required. Correct it."
             ) from error

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from byteback.suggestions import unknown
 from byteback.torchvision_compat import load
+from byteback.train import checkpoint
 from byteback.train.config import float_layers
 
 BACKBONES = ("resnet18", "resnet50", "mobilenet_v3_large")
@@ -130,11 +130,7 @@ def _ssd(detection: Any, backbone: str, classes: int, image_size: int, checkpoin
 
 def _load_backbone(body: nn.Module, name: str, path: Path) -> None:
     """Loads the weights of the classifier `name` into the backbone of a detector, without its head and quantizers."""
-    try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zipfile, pickle and torch raise different errors for a damaged file
-        reason = str(error).strip().splitlines()
-        raise ValueError(f"{path}: cannot read the checkpoint of the backbone: {reason[0] if reason else error!r}.") from error
+    contents = checkpoint.read(path, "It cannot be used for --backbone-checkpoint.")
     state = contents.get("model", contents) if isinstance(contents, dict) else None
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise ValueError(f"{path}: this is not a checkpoint of a network: it contains no state dict.")

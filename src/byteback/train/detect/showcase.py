@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from byteback.train import files
+from byteback.train.data import pictures
 from byteback.train.detect.annotations import Picture, Split
 from byteback.train.detect.metrics import Scores
 
@@ -76,10 +77,7 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def _described(name: str, picture: Picture) -> dict[str, Any]:
-    from PIL import Image
-
-    with Image.open(picture.path) as file:
-        small = file.convert("RGB")
+    small = pictures.read(picture.path)
     small.thumbnail((_SIDE, _SIDE))
     written = io.BytesIO()
     small.save(written, "JPEG", quality=_QUALITY)

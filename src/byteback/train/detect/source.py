@@ -7,7 +7,7 @@ detector resizes them. As for other data sets, the augmentation is a function of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch.utils.data import Dataset
 
 from byteback.suggestions import unknown
 from byteback.torchvision_compat import load as load_torchvision
-from byteback.train.data import Data, draws
+from byteback.train.data import Data, draws, pictures, scan
 from byteback.train.data.from_disk import FromDisk, Unreadable
+from byteback.train.data.preprocess import Preprocess
 from byteback.train.detect import coco, voc
 from byteback.train.detect.annotations import Picture, Split
 
@@ -34,7 +35,7 @@ class DetectData(Data):
     test_split: Split | None = None
 
 
-def load(name: str, image_size: int, augment: bool, workers: int) -> DetectData:
+def load(name: str, image_size: int, augment: bool, workers: int, skip: bool = False) -> DetectData:
     """Loads the data set `name`, which is voc:PATH or coco:PATH."""
     kind, colon, path = name.partition(":")
     if kind not in LAYOUTS or not path:
@@ -45,11 +46,17 @@ def load(name: str, image_size: int, augment: bool, workers: int) -> DetectData:
             raise ValueError(
                 f"{name}: no image of the {kind} split has an object, so there is nothing to {verb}. Add annotations."
             )
+    every = [*train.pictures, *test.pictures]
+    good = dict(zip(map(id, every), scan.usable(name, [picture.path for picture in every], workers, skip), strict=True))
+    train, test = (replace(split, pictures=[p for p in split.pictures if good[id(p)]]) for split in (train, test))
+    if not train.pictures or not test.pictures:
+        raise ValueError(f"{name}: no image of the {'test' if train.pictures else 'training'} split can be read.")
     return DetectData(
         *(name, len(train.classes) + 1, image_size, 3),
         FromDisk(_Pictures(train.pictures, augment), workers, _lists),
         FromDisk(_Pictures(test.pictures, False), workers, _lists),
         names=tuple(train.classes),
+        preprocess=Preprocess("detect", image_size, 3),
         test_split=test,
     )
 
@@ -74,17 +81,15 @@ class _Pictures(Dataset[Any]):
         return len(self.pictures)
 
     def __getitem__(self, key: tuple[int, int, int]) -> tuple[Tensor, dict[str, Tensor]] | Unreadable:
-        from PIL import Image
         from torchvision import tv_tensors
         from torchvision.transforms.v2 import functional
 
         seed, epoch, index = key
         picture = self.pictures[index]
         try:
-            with Image.open(picture.path) as file:
-                image = functional.pil_to_tensor(file.convert("RGB"))
-        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises a SyntaxError for a broken PNG
-            return Unreadable(f"{picture.path} cannot be read as an image: {error}. Repair or remove it.")
+            image = functional.pil_to_tensor(pictures.read(picture.path))
+        except pictures.Unreadable as error:
+            return Unreadable(str(error))
         size = tuple(image.shape[1:])
         if size != (picture.height, picture.width):
             return Unreadable(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
+from byteback.train import files
 from byteback.train.detect.annotations import Box, Checks, Picture, Split, existing
 
 _PARTS = ("JPEGImages", "Annotations", "ImageSets/Main")
@@ -54,7 +55,7 @@ def _chosen(root: Path) -> tuple[str, str]:
 
 def _names(root: Path, split: str) -> list[str]:
     file = root / "ImageSets" / "Main" / f"{split}.txt"
-    names = [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    names = [line.split()[0] for line in files.read_text(file).splitlines() if line.strip()]
     if not names:
         raise ValueError(f"{file}: it lists no image.")
     return names
@@ -65,14 +66,14 @@ def _tree(file: Path) -> ElementTree.Element:
         return ElementTree.parse(file).getroot()
     except FileNotFoundError as error:
         raise ValueError(f"{file}: the annotation is missing, but its image is in a split. Add it.") from error
-    except ElementTree.ParseError as error:
+    except (ElementTree.ParseError, ValueError, LookupError) as error:  # the last two: of an encoding
         raise ValueError(f"{file}: this is not XML: {error}. Correct it.") from error
 
 
 def _classes(root: Path, training: list[ElementTree.Element]) -> list[str]:
     file = root / "classes.txt"
     if file.is_file():
-        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line.strip() for line in files.read_text(file).splitlines() if line.strip()]
     found = {entry.findtext("name", "").strip() for tree in training for entry in tree.iter("object")} - {""}
     return list(VOC_CLASSES) if found <= set(VOC_CLASSES) else sorted(found)
 

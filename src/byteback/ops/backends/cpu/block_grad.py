@@ -89,6 +89,22 @@ def normalize_grad(path: int, parts: GradientParts) -> Tensor:
     return dx
 
 
+def add_waiting(path: int, x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+    dx, count, channels = allocator.empty_like(x), x.numel(), x.shape[1]
+    rows = count // channels
+    _native.add_waiting(
+        path,
+        rows=rows,
+        channels=channels,
+        g=last(g, _FLOAT32, count),
+        mask=flat(mask, _UINT8, rows * ((channels + 7) // 8)),
+        x=last(x, _FLOAT32, count),
+        dx=known(dx),
+        threads=_threads(),
+    )
+    return dx
+
+
 def normalize_grad_quantize(path: int, parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
     g = parts.g
     values, scale, counts, peak = made = room(g, (1,) * g.dim())

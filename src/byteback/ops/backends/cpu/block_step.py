@@ -101,12 +101,17 @@ class Site:
         """Returns the addresses of the tensors that were saved for backward."""
         return places(saved)
 
+    def can_add(self, g: Tensor, mask: Tensor | None) -> bool:
+        """Whether `backward` can add this gradient to grad_input."""
+        return g.stride() == self._x_strides and g.dtype is _FLOAT32
+
     def backward(
         self,
         g: Tensor,
         saved: Saved,
         saved_at: list[int],
         tensors: tuple[Tensor | None, ...],
+        waiting: tuple[Tensor, Tensor | None] | None,
         want_masked: bool,
         rank: int,
         counts_iteration: bool,
@@ -136,6 +141,7 @@ class Site:
             mean,
             invstd,
             *(kept if len(kept) > 1 else (kept[0], 0, 0)),
+            *((0, 0) if waiting is None else (known(waiting[0]), known(waiting[1]))),
             want_masked,
             rank,
             counts_iteration,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two float operators of detectors in the native library: nms and roi_align (csrc/detect/detect.h).
 
-`is_ready` returns whether the library can take these tensors. byteback/detection_ops.py does the same in PyTorch for others.
+The registry returns this module for tensors that it can take. byteback/detection_ops.py does the same in PyTorch for others.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ class RoiCall(NamedTuple):
     scale: float
     samples: int
     aligned: bool
-
-
-def is_ready(*tensors: Tensor) -> bool:
-    """Whether the library is loaded and these tensors are float32 on the CPU."""
-    return library.native is not None and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
 
 
 def nms(boxes: Tensor, iou_threshold: float) -> Tensor:

@@ -47,6 +47,13 @@ class NativeSteps(Steps):
         values, scale, peak, counts = ops.quantize_max(floats_of(x), settings.axis(), key)
         return made_of(QTensor(values, scale, counts, peak), Choice(peak, remember=peak), peak)
 
+    def fresh(self, x: Tensor, iteration: Tensor, settings: Any, flags: Tensor | None = None) -> QTensor:
+        if type(settings.rule.clip.program()) is Maximum:
+            values, scale, peak, counts = ops.quantize_max(x, settings.axis(), None)
+            if not counts.tolist()[1]:
+                return QTensor(values, scale, counts, peak)
+        return super().fresh(x, iteration, settings, flags)
+
     def write(self, state: State, slot: int, entry: Entry) -> None:
         clip, remember, searched, iteration, saturated, deviation, own, momentum = entry
         kept = clip if remember is None else remember

@@ -13,6 +13,7 @@ from byteback.ops.backends.reference.block import (
     pack_norm,
 )
 from byteback.ops.backends.reference.block_grad import (
+    add_waiting,
     normalize_grad,
     normalize_grad_batch,
     normalize_grad_quantize,
@@ -39,6 +40,7 @@ from byteback.ops.backends.reference.statistics import (
 )
 
 __all__ = [
+    "add_waiting",
     "absmax",
     "channel_cosine_terms",
     "channel_stats",

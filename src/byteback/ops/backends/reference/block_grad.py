@@ -60,6 +60,12 @@ def normalize_grad_sums(
 
 
 @torch.no_grad()
+def add_waiting(x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns x + gm."""
+    return channels_last(x + masked_gradient(g, x, None, None, mask, "none"))
+
+
+@torch.no_grad()
 def normalize_grad(parts: GradientParts) -> Tensor:
     """Returns dx = (p·gm + q·x) + r."""
     g, x, a, b, mask, activation, p, q, r = parts
