@@ -7,7 +7,8 @@ the optimizer takes its step as usual, and the hooks scale the change of the wei
     before the step   save w0 = w
     after the step    w = w0 + φ · (w - w0), nothing if φ is 1
 
-Where the optimizer stores the direction v of its step, w0 is not needed. SGD with momentum (not Nesterov) has w = w0 - lr · v:
+Where the optimizer stores the direction v of its step, w0 is not needed. SGD with momentum, but not Nesterov, has
+w = w0 - lr · v:
 
     after the step    w = w + (1 - φ) · lr · v
 
