@@ -67,6 +67,9 @@ FIXED = [
     _plain(2, 32, 64, 15, 1, stride=2),
     _plain(2, 48, 48, 13, 3, groups=48),
     _plain(2, 48, 48, 13, 5, stride=2, groups=48),
+    _plain(2, 64, 64, 13, 3, groups=64),  # depthwise with whole vectors of 512 bits
+    _plain(1, 32, 32, 13, 3, stride=2, groups=32),
+    _plain(1, 32, 32, 13, 5, groups=32),
     _plain(2, 12, 18, 9, 3, groups=3),
     _plain(3, 2, 3, 220, 3),  # a gradient sum that does not fit into an int32
     _plain(2, 3, 16, 31, 7, stride=2),
