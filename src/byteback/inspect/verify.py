@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from byteback import ops, tables
+from byteback.inspect import verify_gpu
 from byteback.ops.backends import paths as kernel_paths
 
 
@@ -27,6 +28,8 @@ class VerifyConfig:
     """Number of random convolutions per path, in addition to the fixed ones."""
     seed: int = 0
     """Seed of the random convolutions."""
+    gpu: bool = False
+    """Compare the kernels of every GPU with the reference on the CPU instead."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,8 @@ def _flat(results: object) -> tuple[Tensor | None, ...]:
 
 def run(config: VerifyConfig, console: tables.Console) -> bool:
     """Runs the command. Returns True if every path agrees with the reference."""
+    if config.gpu:
+        return verify_gpu.run(config.cases, config.seed, console)
     paths = [path for path in kernel_paths.available() if path != "reference"]
     if not paths:
         console.print(f"No native path can run here ({kernel_paths.why_not('generic')}); all operators use the reference path.")
