@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Optimizer
@@ -22,9 +26,9 @@ collectives: list[str] = []
 all_reduce = dist.all_reduce
 
 
-def _counted(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any) -> Any:
+def _counted(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any) -> Any:
     collectives.append(str(op))
-    return all_reduce(tensor, op, *rest)
+    return all_reduce(tensor, op, *rest, **named)
 
 
 def _draw() -> torch.Generator:
@@ -201,6 +205,76 @@ def partly_sharded() -> list[str] | None:
     return [type(layer.weight).__name__ for layer in (model[2][0], model[2][3])]
 
 
+def _compressed(state, bucket):  # type: ignore[no-untyped-def]
+    """bf16_compress_hook by another name: DDP accepts that one with NCCL only, but it runs on gloo as well."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def options_of_ddp() -> dict[str, tuple[int, str]]:
+    """How often a layer drew noise, and the weights, for each way to reduce gradients; two micro-batches in a step."""
+    found = {}
+    for name in ("plain", "static_graph", "bucket views", "bf16 hook", "no buffers"):
+        given: dict[str, Any] = {
+            "static_graph": name == "static_graph",
+            "gradient_as_bucket_view": name == "bucket views",
+            "broadcast_buffers": name not in ("no buffers", "static_graph"),
+        }
+        model = network("unified-int8")
+        run, optimizer = DistributedDataParallel(model, **given), SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if name == "bf16 hook":
+            run.register_comm_hook(None, _compressed)
+        byteback.scale_learning_rates(optimizer, model)
+        draw = _draw()
+        for _ in range(6):
+            optimizer.zero_grad()
+            # PyTorch has no no_sync in the first step of a static graph.
+            with run.no_sync() if name != "static_graph" else contextlib.nullcontext():
+                run(images(draw)).square().mean().backward()
+            run(images(draw)).square().mean().backward()
+            optimizer.step()
+        found[name] = int(model[2][0].quantizers.count), digest(model.parameters())
+    return found
+
+
+def sharded_checkpoint() -> list[str] | None:
+    """The weights of a sharded run, and of one that goes on from a checkpoint of torch.distributed.checkpoint."""
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        return None
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    places: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(places)
+    found, draws = [], [_draw(), _draw()]
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    for goes_on in (False, True):
+        model, draw = network("unified-int8"), draws[0]
+        fully_shard(model[2], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+        byteback.scale_learning_rates(optimizer, model)
+        if goes_on:
+            weights, momentum = get_state_dict(model, optimizer)
+            state = {"model": weights, "optimizer": momentum}
+            checkpoint.load(state, checkpoint_id=places[0])
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            draw = draws[1]
+            for _ in range(6):  # the data of the first half
+                images(draw), torch.randint(0, 3, (4,), generator=draw)
+        for number in range(6 if goes_on else 12):
+            if number == 6:
+                weights, momentum = get_state_dict(model, optimizer)
+                checkpoint.save({"model": weights, "optimizer": momentum}, checkpoint_id=places[0])
+            step(model, optimizer, draw)
+        found.append(digest(model.parameters()))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(places[0])
+    return found
+
+
 def tell() -> None:
     """Prints all facts as JSON."""
     warnings.simplefilter("ignore")  # that steps are dropped
@@ -215,5 +289,7 @@ def tell() -> None:
         group_of_one,
         sharded,
         partly_sharded,
+        options_of_ddp,
+        sharded_checkpoint,
     )
     print(json.dumps({fact.__name__: fact() for fact in every}), flush=True)

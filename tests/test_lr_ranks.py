@@ -117,6 +117,22 @@ def test_an_optimizer_may_hold_shards_and_whole_weights(facts: list[dict[str, An
     assert agreed(facts, "partly_sharded") in (["DTensor", "Parameter"], None)
 
 
+def test_every_way_to_reduce_gradients_keeps_ranks_the_same(facts: list[dict[str, Any]]) -> None:
+    """Micro-batches under no_sync, a static graph, bucket views, compression to bfloat16, and buffers left alone."""
+    found = agreed(facts, "options_of_ddp")
+    assert {count for count, _ in found.values()} == {12}
+    for name in ("bucket views", "no buffers"):
+        assert found[name] == found["plain"], name
+    assert found["bf16 hook"] != found["plain"]
+
+
+def test_a_sharded_checkpoint_goes_on_bit_for_bit(facts: list[dict[str, Any]]) -> None:
+    found = agreed(facts, "sharded_checkpoint")
+    if found is None:
+        pytest.skip("this torch has no torch.distributed.fsdp.fully_shard")
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 def test_a_hundred_steps_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -2,8 +2,8 @@
 """What the loop does where several ranks train together: one small sum per step, shares of the test, random states.
 
 DistributedDataParallel averages gradients over ranks. The batch of a step is cut into parts that may differ by one image, so
-each rank weighs its mean loss by its share. Buffers are not broadcast in forward, where a rank that met an unreadable image would be
-missed; those of rank 0 are shared before each test, and only those are in checkpoints.
+each rank weighs its mean loss by its share. Buffers are not broadcast in forward, where a rank that met an unreadable
+image would be missed; those of rank 0 are shared before each test, and only those are in checkpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def replicate(model: nn.Module, world: World, finds_unused: bool) -> nn.Module:
         return model
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")  # of weights with one channel
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    buffers = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+    buffers: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
     return DistributedDataParallel(model, find_unused_parameters=finds_unused, gradient_as_bucket_view=True, **buffers)
 
 
@@ -134,6 +134,6 @@ def set_random_state(world: World, states: Tensor, seed: int, step: int) -> None
     """Continues with the stored state of this rank, or with new random numbers for a rank that was not there."""
     each = states if states.dim() == 2 else states[None]
     if len(each) == world.size or world.rank == 0:
-        torch.set_rng_state(each[world.rank].contiguous())
+        torch.set_rng_state(each[world.rank].clone())  # of a view PyTorch would read the whole storage
     else:
         seed_apart(world, seed, step)

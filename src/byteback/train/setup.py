@@ -59,8 +59,8 @@ def check_folder(world: World, folder: Path) -> None:
     blind = [rank for rank, found in enumerate(sees) if not found]
     if blind:
         raise Agreed(
-            f"train: rank {', '.join(map(str, blind))} does not see the files that rank 0 writes into {folder.absolute()}. Choose "
-            "an --output-dir in a folder that all machines share."
+            f"train: rank {', '.join(map(str, blind))} does not see the files that rank 0 writes into {folder.absolute()}. "
+            "Choose an --output-dir in a folder that all machines share."
         )
 
 

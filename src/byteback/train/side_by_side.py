@@ -12,6 +12,7 @@ import functools
 import json
 import shlex
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def run(config: TrainConfig, console: Console, when_done: Callable[[Path, Consol
     world = join(config.rank_timeout)
     if not world.is_first:
         console = Console(quiet=True)
+        warnings.simplefilter("ignore")
     with Stop(speaks=world.is_first) as stop:
         try:
             return _run(config, console, stop, world, when_done)
@@ -118,8 +120,8 @@ def _begin(
     console.print(
         f"{config.model} ({parameters:,} parameters) on {config.data}: {len(images.train):,} {what}, "
         f"{len(images.test):,} for the test; {config.epochs} epochs, batch size "
-        f"{config.batch_size}{processes}, {len(config.recipe)} recipes x {len(config.seed)} seeds, {config.threads} threads, path "
-        f"{paths.current()}\nin {folder}\n",
+        f"{config.batch_size}{processes}, {len(config.recipe)} recipes x {len(config.seed)} seeds, {config.threads} threads, "
+        f"path {paths.current()}\nin {folder}\n",
         highlight=False,
     )
     for note in (images.note, _begins_with(config, images)):
@@ -133,9 +135,9 @@ def _begin(
         )
     if config.processes != world.size:
         console.print(
-            f"The run was started with {config.processes} processes and goes on with {world.size}. A step still has {step} images, "
-            "in the same order; rounding noise, BatchNorm and sums differ, so the results are not bit for bit those of an "
-            "uninterrupted run.\n",
+            f"The run was started with {config.processes} processes and goes on with {world.size}. A step still has {step} "
+            "images, in the same order; rounding noise, BatchNorm and sums differ, so the results are not bit for bit those "
+            "of an uninterrupted run.\n",
             highlight=False,
         )
     summarize(config, folder, members, images)  # stores the command, also for a run that is interrupted

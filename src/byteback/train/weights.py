@@ -15,12 +15,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from byteback.suggestions import unknown
 from byteback.torchvision_compat import load as load_torchvision
-from byteback.train import compact
+from byteback.train import checkpoint, compact
 
 TORCHVISION, TIMM = "torchvision:", "timm"
 State = dict[str, Tensor]
@@ -79,7 +78,9 @@ def _of_file(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return compact.read_state(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        if not path.exists():
+            raise FileNotFoundError
+        return checkpoint.read(path)
     except FileNotFoundError as error:
         raise ValueError(
             f"train: --weights {path}: no such file. Give a file, torchvision:NAME, or timm for a network of timm."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes that train together, as torchrun starts them: who they are, and what they tell each other.
 
-Without torchrun there is one process, and everything here does nothing. Rank 0 speaks and writes. Whatever decides how training goes
-on (a signal, a NaN, an unreadable image, the time for a checkpoint) is agreed on, so no rank waits for one that has gone.
+Without torchrun there is one process, and everything here does nothing. Rank 0 speaks and writes. Whatever decides how training
+goes on (a signal, a NaN, an unreadable image, the time for a checkpoint) is agreed on, so no rank waits for one that has gone.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ def join(timeout: float) -> World:
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
         store.set_timeout(timedelta(seconds=timeout))
+        # After a restart torchrun may hand out the same store, with the addresses of processes that have died.
+        store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         missing = _missing(store, rank, size, timeout)
     except RuntimeError as error:
         rank, missing = int(os.environ.get("RANK") or "0"), []
