@@ -246,7 +246,7 @@ def _compare_elementwise(
     with kernel_paths.path(path):
         result = function()
     used[name, path] += 1
-    if not all(_equal(a, b) for a, b in zip(result, expected, strict=True)):
+    if not all(_equal(a, b) for a, b in zip(_flat(result), _flat(expected), strict=True)):
         wrong.append(f"{name} on {path} differs from the reference")
 
 
