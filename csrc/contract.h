@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "core/elementwise.h"
@@ -41,6 +42,24 @@ inline f64 expected_square(f64 y) {
     const f64 n = std::floor(y);
     return n * n + (y - n) * (2.0 * n + 1.0);
 }
+
+// ---- bfloat16 --------------------------------------------------------------------------------------------------------
+
+inline bf16 to_bf16(f32 x) {
+    if (std::isnan(x)) return {0x7FC0};
+    u32 bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return {static_cast<u16>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16)};
+}
+
+inline f32 from_bf16(bf16 x) {
+    const u32 bits = static_cast<u32>(x.bits) << 16;
+    f32 value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// ----------------------------------------------------------------------------------------------------------------------
 
 // NaN if either is.
 inline f32 larger(f32 a, f32 b) { return b > a || std::isnan(b) ? b : a; }

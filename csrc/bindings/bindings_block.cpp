@@ -24,7 +24,8 @@ void normalize_batch(int path, const ForwardPass& pass, const BatchGiven& given,
     nb::gil_scoped_release unlocked;
     OwnStatistics own(pass.channels);
     const Statistics s = own.places();
-    BYTEBACK_CALL(channel_stats, pass.rows, pass.channels, at<const f32>(given.x), s.total, s.squares, s.low, s.high, threads);
+    BYTEBACK_CALL(channel_stats, pass.rows, pass.channels, at<const void>(given.x), pass.x, s.total, s.squares, s.low, s.high,
+                  threads);
     normalize_counted(path, pass, s, given, made, threads);
 }
 

@@ -18,11 +18,11 @@ using namespace byteback;
 
 namespace {
 
-void channel_stats(int path, s64 rows, s64 channels, Address x, Address total, Address squares, Address low, Address high,
-                   int threads) {
+void channel_stats(int path, s64 rows, s64 channels, Address x, int kind, Address total, Address squares, Address low,
+                   Address high, int threads) {
     nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(channel_stats, rows, channels, at<const f32>(x), at<f64>(total), at<f64>(squares), at<f32>(low),
-                  at<f32>(high), threads);
+    BYTEBACK_CALL(channel_stats, rows, channels, at<const void>(x), static_cast<Stored>(kind), at<f64>(total), at<f64>(squares),
+                  at<f32>(low), at<f32>(high), threads);
 }
 
 void normalize_peak(int path, const ForwardPass& pass, Address x, Address a, Address b, Address residual,
@@ -37,8 +37,8 @@ void normalize(int path, const ForwardPass& pass, Address x, Address a, Address 
                Address step, Address centre, int threads) {
     nb::gil_scoped_release unlocked;
     const f32 bound = clip ? *at<const f32>(clip) : 0.0f;
-    const Outcome to{at<f32>(output), at<u8>(mask),        at<s8>(values),        bound,     at<void>(kept),
-                     pass.kept,       at<const f32>(step), at<const f32>(centre), pass.pitch};
+    const Outcome to{at<void>(output), at<u8>(mask),        at<s8>(values),        bound,      at<void>(kept),
+                     pass.kept,        at<const f32>(step), at<const f32>(centre), pass.pitch, pass.output};
     const Forward from = forward_of(pass, x, a, b, residual, residual_scale);
     const Report seen = BYTEBACK_CALL(normalize, from, to, threads);
     if (!clip) return;
@@ -50,7 +50,7 @@ void pack_norm(int path, const ForwardPass& pass, Address x, Address kept, Addre
     nb::gil_scoped_release unlocked;
     const Outcome to{
         nullptr, nullptr, nullptr, 0.0f, at<void>(kept), pass.kept, at<const f32>(step), at<const f32>(centre), pass.channels};
-    BYTEBACK_CALL(pack_norm, pass.rows, pass.channels, at<const f32>(x), to, threads);
+    BYTEBACK_CALL(pack_norm, pass.rows, pass.channels, at<const void>(x), pass.x, to, threads);
 }
 
 void normalize_grad_sums(int path, const Backward& from, Address total, Address dot, Address squares, Address masked,
@@ -172,8 +172,8 @@ void bind_arithmetic(nb::module_& m) {
 }  // namespace
 
 void bind_norm(nb::module_& m) {
-    m.def("channel_stats", &channel_stats, "path"_a, nb::kw_only(), "rows"_a, "channels"_a, "x"_a, "total"_a, "squares"_a,
-          "low"_a, "high"_a, "threads"_a);
+    m.def("channel_stats", &channel_stats, "path"_a, nb::kw_only(), "rows"_a, "channels"_a, "x"_a, "kind"_a = 0, "total"_a,
+          "squares"_a, "low"_a, "high"_a, "threads"_a);
     m.def("normalize_peak", &normalize_peak, "path"_a, "forward"_a, nb::kw_only(), "x"_a, "a"_a, "b"_a, "residual"_a,
           "residual_scale"_a, "peak"_a, "threads"_a);
     m.def("normalize", &normalize, "path"_a, "forward"_a, nb::kw_only(), "x"_a, "a"_a, "b"_a, "residual"_a, "residual_scale"_a,

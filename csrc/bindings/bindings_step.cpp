@@ -116,6 +116,8 @@ namespace {
 
 constexpr ElementType kUint8{1, 8}, kBfloat16{4, 16}, kFloat64{2, 64};
 
+ElementType type_of(Stored kind) { return kind == Stored::s8 ? kInt8 : kind == Stored::bf16 ? kBfloat16 : kFloat32; }
+
 // Results for Python, in order: capsules, or None.
 class Results {
 public:
@@ -192,9 +194,8 @@ nb::object block_forward(int path, const BlockPlan& plan, const ForwardTensors& 
     if (seen[1] || *at<const s64>(of.iteration) % plan.observe_every == 0) return nb::none();
     const s64 channels = plan.pass.channels, rows = plan.pass.rows, inputs = plan.conv.batch * plan.conv.in_pixels();
     const Layout vector{1, {channels}, {1}};
-    const ElementType kept_type = plan.pass.kept == Stored::s8 ? kInt8 : kBfloat16;
     Results made(limit);
-    f32* y = made.add<f32>(plan.output, kFloat32);
+    void* y = made.add<void>(plan.output, type_of(plan.pass.x));
     s8* weight = made.add<s8>(plan.weight_values, kInt8);
     f32* weight_scale = made.add<f32>(ones(plan.output.axes), kFloat32);
     f32 *a = made.add<f32>(vector, kFloat32), *b = made.add<f32>(vector, kFloat32);
@@ -203,9 +204,9 @@ nb::object block_forward(int path, const BlockPlan& plan, const ForwardTensors& 
     s8* values = made.add<s8>(plan.output, kInt8, plan.int8);
     f32* scale = made.add<f32>(ones(plan.output.axes), kFloat32, plan.int8);
     s64* counts = made.add<s64>({1, {2}, {1}}, kInt64, plan.int8);
-    f32* output = made.add<f32>(plan.output, kFloat32, plan.floats);
+    void* output = made.add<void>(plan.output, type_of(plan.pass.output), plan.floats);
     u8* mask = made.add<u8>(matrix(rows, mask_width(channels)), kUint8, plan.mask);
-    void* kept = made.add<void>(plan.output, kept_type, plan.pass.kept != Stored::f32);
+    void* kept = made.add<void>(plan.output, type_of(plan.pass.kept), plan.pass.kept != Stored::f32);
     const bool steps = plan.pass.kept == Stored::s8;
     f32 *step = made.add<f32>(vector, kFloat32, steps), *centre = made.add<f32>(vector, kFloat32, steps);
     const char* kernel = nullptr;
@@ -363,7 +364,8 @@ nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors&
     bool done = false;
     {
         nb::gil_scoped_release unlocked;
-        const Kept stored{at<const void>(kept), plan.pass.kept, at<const f32>(step), at<const f32>(centre)};
+        const Stored kind = plan.pass.kept == Stored::f32 ? plan.pass.x : plan.pass.kept;  // or y itself
+        const Kept stored{at<const void>(kept), kind, at<const f32>(step), at<const f32>(centre)};
         Backward from{rows,      channels, at<const f32>(g), stored, at<const f32>(a), at<const f32>(b), at<const u8>(mask),
                       plan.gate, nullptr,  nullptr,          nullptr};
         std::vector<f64> seen(3 * static_cast<size_t>(channels));

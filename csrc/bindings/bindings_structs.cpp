@@ -29,9 +29,18 @@ void make_shape(ConvShape* made, s64 batch, s64 in_channels, s64 out_channels, s
 }
 
 void make_forward(ForwardPass* made, s64 rows, s64 channels, int activation, bool floor, f32 ceiling, bool peak_is_known,
-                  int kept, s64 pitch) {
-    new (made) ForwardPass{rows,    channels,      static_cast<Activation>(activation), floor,
-                           ceiling, peak_is_known, static_cast<Stored>(kept),           pitch};
+                  int kept, s64 pitch, int x, int residual, int output) {
+    new (made) ForwardPass{rows,
+                           channels,
+                           static_cast<Activation>(activation),
+                           floor,
+                           ceiling,
+                           peak_is_known,
+                           static_cast<Stored>(kept),
+                           pitch,
+                           static_cast<Stored>(x),
+                           static_cast<Stored>(residual),
+                           static_cast<Stored>(output)};
 }
 
 // kept says how x is stored, with its step and centre for int8; of a, b and mask what the gate needs, of p, q, r all or none.
@@ -87,7 +96,7 @@ void bind_structs(nb::module_& m) {
             nb::kw_only(), "a"_a, "b"_a, "a_scale"_a, "b_scale"_a = 0, "row"_a = 0, "column"_a = 0);
     nb::class_<ForwardPass>(m, "ForwardPass")
         .def("__init__", &make_forward, nb::kw_only(), "rows"_a, "channels"_a, "activation"_a, "floor"_a, "ceiling"_a,
-             "peak_is_known"_a, "kept"_a, "pitch"_a);
+             "peak_is_known"_a, "kept"_a, "pitch"_a, "x"_a = 0, "residual"_a = 0, "output"_a = 0);
     nb::class_<BatchGiven>(m, "BatchGiven")
         .def(
             "__init__",

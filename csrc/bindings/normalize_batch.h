@@ -38,9 +38,16 @@ inline void normalize_counted(int path, const ForwardPass& pass, const Statistic
     if (made.values && !pass.peak_is_known) *peak = BYTEBACK_CALL(normalize_peak, from, threads);
     if (!made.values && !made.output && !made.mask && !made.kept) return;
     if (made.step) norm_steps(pass.channels, low, high, at<const f64>(made.mean), at<f32>(made.step), at<f32>(made.centre));
-    const Outcome outcome{at<f32>(made.output),       at<u8>(made.mask),          at<s8>(made.values),
-                          made.values ? *peak : 0.0f, at<void>(made.kept),        pass.kept,
-                          at<const f32>(made.step),   at<const f32>(made.centre), pass.pitch};
+    const Outcome outcome{at<void>(made.output),
+                          at<u8>(made.mask),
+                          at<s8>(made.values),
+                          made.values ? *peak : 0.0f,
+                          at<void>(made.kept),
+                          pass.kept,
+                          at<const f32>(made.step),
+                          at<const f32>(made.centre),
+                          pass.pitch,
+                          pass.output};
     const Report seen = BYTEBACK_CALL(normalize, from, outcome, threads);
     if (!made.values) return;
     write_scales(peak, 1, at<f32>(made.scale));
@@ -54,12 +61,13 @@ inline const char* conv_and_normalize(int path, const ConvShape& shape, const Fo
     OwnStatistics own(pass.channels);
     const Statistics s = own.places();
     const s8 *x = at<const s8>(operands.a), *w = at<const s8>(operands.b);
-    f32* y = at<f32>(given.x);
+    void* y = at<void>(given.x);
     const Path chosen = static_cast<Path>(path);
-    const char* kernel = conv_with_stats(chosen, shape, x, w, factor.get(), y, s, threads);
+    const char* kernel = conv_with_stats(chosen, shape, x, w, factor.get(), y, pass.x, s, threads);
     if (!kernel) {
-        kernel = conv_output(chosen, shape, x, w, factor.get(), y, threads);
-        BYTEBACK_CALL(channel_stats, pass.rows, pass.channels, y, s.total, s.squares, s.low, s.high, threads);
+        kernel = pass.x == Stored::bf16 ? conv_output_bf16(chosen, shape, x, w, factor.get(), static_cast<bf16*>(y), threads)
+                                        : conv_output(chosen, shape, x, w, factor.get(), static_cast<f32*>(y), threads);
+        BYTEBACK_CALL(channel_stats, pass.rows, pass.channels, y, pass.x, s.total, s.squares, s.low, s.high, threads);
     }
     normalize_counted(path, pass, s, given, made, threads);
     return kernel;

@@ -28,6 +28,7 @@ struct ForwardPass {
     bool peak_is_known;  // the extremes of a channel tell the largest value of the result, no reading is needed
     Stored kept;         // how x is stored for backward
     s64 pitch;           // elements from one row of the results to the next
+    Stored x = Stored::f32, residual = Stored::f32, output = Stored::f32;  // how they are stored; a residual with a scale is s8
 };
 
 // The tensors of a norm that uses its batch: what is read (the running statistics are written, too), and what is written.
@@ -56,17 +57,17 @@ inline void write_counts(const Report& report, Address counts) {
     at<s64>(counts)[1] = report.nonfinite;
 }
 
-// A residual that has a scale is int8.
 inline Forward forward_of(const ForwardPass& pass, Address x, Address a, Address b, Address residual, Address scale) {
     return {pass.rows,
             pass.channels,
-            at<const f32>(x),
+            at<const void>(x),
             at<const f32>(a),
             at<const f32>(b),
-            at<const f32>(scale ? 0 : residual),
-            at<const s8>(scale ? residual : 0),
+            at<const void>(residual),
             scale ? *at<const f32>(scale) : 0.0f,
-            pass.activation};
+            pass.activation,
+            pass.x,
+            scale ? Stored::s8 : pass.residual};
 }
 
 // What a product's integers are multiplied by. The Factor points into this object.

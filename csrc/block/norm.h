@@ -12,7 +12,8 @@ namespace byteback {
 
 enum class Activation { none, relu, relu6, hardswish, silu, gelu };  // the numbers of ops/activations.py
 
-// How the input of BatchNorm was kept for backward: x = float(bf16), or x = float(q) * step[c] + centre[c].
+// How a tensor of floats is stored. As the kept input of BatchNorm, s8 is x = float(q) * step[c] + centre[c]; as a residual, it
+// is float(q) * scale.
 enum class Stored { f32, bf16, s8 };
 
 struct Kept {
@@ -22,18 +23,21 @@ struct Kept {
     const f32* centre;
 };
 
-// z = a * x + b, + residual where there is one, as floats or as float(values) * scale; the value is activation(z).
+// z = a * x + b, + residual where there is one; the value is activation(z).
 struct Forward {
     s64 rows, channels;
-    const f32 *x, *a, *b, *residual;
-    const s8* residual_values;
-    f32 residual_scale;
+    const void* x;
+    const f32 *a, *b;
+    const void* residual;
+    f32 residual_scale;  // of s8
     Activation activation;
+    Stored x_kind = Stored::f32;  // f32 or bf16
+    Stored residual_kind = Stored::f32;
 };
 
 // What one forward pass writes; null where it is not wanted.
 struct Outcome {
-    f32* output;
+    void* output;
     u8* mask;
     s8* values;  // by `clip`, to nearest
     f32 clip;
@@ -41,6 +45,7 @@ struct Outcome {
     Stored kind;
     const f32 *step, *centre;
     s64 pitch;  // elements from one row of output and values to the next; more than channels where others share the row
+    Stored output_kind = Stored::f32;  // f32 or bf16
 };
 
 // What decides which gradient passes: everything, the bits of a mask, or z = a * x + b again.
@@ -85,7 +90,8 @@ constexpr f32 kGelu4 = -0.199391f, kGelu5 = 0.36526638f, kGelu6 = -0.1011379f;
 
 #define BYTEBACK_NORM_FUNCTIONS                                                                                                \
     /* Per channel Σx, Σx² (ordered sums), min x and max x (NaN if any element is). */                                         \
-    void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* squares, f32* low, f32* high, int threads);      \
+    void channel_stats(s64 rows, s64 channels, const void* x, Stored, f64* total, f64* squares, f32* low, f32* high,           \
+                       int threads);                                                                                           \
     f32 normalize_peak(const Forward&, int threads);                                                                           \
     Report normalize(const Forward&, const Outcome&, int threads);                                                             \
     /* Per channel Σgm, Σ gm·x and Σgm² (ordered sums); the last of them, and gm itself, where their places are not null. */   \
@@ -106,7 +112,7 @@ constexpr f32 kGelu4 = -0.199391f, kGelu5 = 0.36526638f, kGelu6 = -0.1011379f;
     void normalize_grad_quantize_pair(const Backward&, f32 clip, const f32* clips, Noise, s8* by_tensor, s8* by_channel,       \
                                       Report reports[2], int threads);                                                         \
     /* x as it is kept for backward, by itself. */                                                                             \
-    void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome&, int threads);
+    void pack_norm(s64 rows, s64 channels, const void* x, Stored, const Outcome&, int threads);
 
 // dx = x + what waits; x may be dx.
 #define BYTEBACK_ADD_WAITING void add_waiting(s64 rows, s64 channels, const Waiting&, const f32* x, f32* dx, int threads);

@@ -94,21 +94,26 @@ f32 gated(Gate gate, bool bit, f32 g, f32 z) {
     }
 }
 
-u16 to_bf16(f32 x) {
-    if (std::isnan(x)) return 0x7FC0;
-    const u32 bits = bits_as<u32>(x);
-    return static_cast<u16>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+// An element of floats that are not s8.
+f32 real_at(const void* values, Stored kind, s64 at) {
+    return kind == Stored::bf16 ? from_bf16(static_cast<const bf16*>(values)[at]) : static_cast<const f32*>(values)[at];
+}
+
+void set_real(void* values, Stored kind, s64 at, f32 x) {
+    if (kind == Stored::bf16)
+        static_cast<bf16*>(values)[at] = to_bf16(x);
+    else
+        static_cast<f32*>(values)[at] = x;
 }
 
 f32 kept_value(const Kept& x, s64 at, s64 c) {
-    if (x.kind == Stored::f32) return static_cast<const f32*>(x.values)[at];
-    if (x.kind == Stored::bf16) return bits_as<f32>(static_cast<u32>(static_cast<const u16*>(x.values)[at]) << 16);
+    if (x.kind != Stored::s8) return real_at(x.values, x.kind, at);
     return static_cast<f32>(static_cast<const s8*>(x.values)[at]) * x.step[c] + x.centre[c];
 }
 
 void keep(const Outcome& to, f32 x, s64 at, s64 c) {
     if (to.kind == Stored::bf16) {
-        static_cast<u16*>(to.kept)[at] = to_bf16(x);
+        static_cast<bf16*>(to.kept)[at] = to_bf16(x);
     } else {
         const f32 y = (x - to.centre[c]) * (1.0f / to.step[c]);
         static_cast<s8*>(to.kept)[at] = std::isnan(y) ? s8{0} : static_cast<s8>(std::nearbyint(clamped(y)));
@@ -118,13 +123,12 @@ void keep(const Outcome& to, f32 x, s64 at, s64 c) {
 // ---- whole passes ----------------------------------------------------------------------------------------------------
 
 f32 forward_z(const Forward& f, s64 at, s64 c) {
-    f32 z = f.a[c] * f.x[at];
+    f32 z = f.a[c] * real_at(f.x, f.x_kind, at);
     z = z + f.b[c];
-    if (f.residual_values) {
-        const f32 residual = static_cast<f32>(f.residual_values[at]) * f.residual_scale;
-        return z + residual;
-    }
-    return f.residual ? z + f.residual[at] : z;
+    if (!f.residual) return z;
+    if (f.residual_kind != Stored::s8) return z + real_at(f.residual, f.residual_kind, at);
+    const f32 residual = static_cast<f32>(static_cast<const s8*>(f.residual)[at]) * f.residual_scale;
+    return z + residual;
 }
 
 f32 masked_gradient(const Backward& b, s64 row, s64 c) {
@@ -170,14 +174,15 @@ void ordered_sum(s64 rows, s64 channels, f64* sums, int threads, const Value& va
 
 }  // namespace
 
-void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* squares, f32* low, f32* high, int threads) {
-    const auto value = [&](s64 row, s64 c) { return f64{x[row * channels + c]}; };
+void channel_stats(s64 rows, s64 channels, const void* x, Stored kind, f64* total, f64* squares, f32* low, f32* high,
+                   int threads) {
+    const auto value = [&](s64 row, s64 c) { return f64{real_at(x, kind, row * channels + c)}; };
     ordered_sum(rows, channels, total, threads, value);
     ordered_sum(rows, channels, squares, threads, [&](s64 row, s64 c) { return value(row, c) * value(row, c); });
     parallel_for(threads, channels, [&](s64 c) {
-        f32 least = x[c], most = x[c];
+        f32 least = real_at(x, kind, c), most = least;
         for (s64 row = 1; row < rows; ++row) {
-            const f32 v = x[row * channels + c];
+            const f32 v = real_at(x, kind, row * channels + c);
             if (v < least || std::isnan(v)) least = v;
             if (v > most || std::isnan(v)) most = v;
         }
@@ -199,10 +204,10 @@ Report normalize(const Forward& f, const Outcome& to, int threads) {
     return each_element(f.rows, f.channels, threads, [&](s64 row, s64 c, Report& seen) {
         const s64 at = row * f.channels + c, result = row * to.pitch + c;
         const f32 z = forward_z(f, at, c), value = activate(f.activation, z);
-        if (to.output) to.output[result] = value;
+        if (to.output) set_real(to.output, to.output_kind, result, value);
         if (to.mask && passes(f.activation, z)) to.mask[row * mask_width(f.channels) + c / 8] |= static_cast<u8>(1 << c % 8);
         if (to.values) to.values[result] = quantized(value, to.clip, -1.0f, seen);
-        if (to.kept) keep(to, f.x[at], at, c);
+        if (to.kept) keep(to, real_at(f.x, f.x_kind, at), at, c);
     });
 }
 
@@ -277,9 +282,11 @@ void normalize_grad_quantize_pair(const Backward& b, f32 clip, const f32* clips,
     if (by_tensor) reports[0] = copy(by_tensor, [&](s64) { return clip; });
 }
 
-void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome& to, int threads) {
-    each_element(rows, channels, threads,
-                 [&](s64 row, s64 c, Report&) { keep(to, x[row * channels + c], row * channels + c, c); });
+void pack_norm(s64 rows, s64 channels, const void* x, Stored kind, const Outcome& to, int threads) {
+    each_element(rows, channels, threads, [&](s64 row, s64 c, Report&) {
+        const s64 at = row * channels + c;
+        keep(to, real_at(x, kind, at), at, c);
+    });
 }
 
 void add_waiting(s64 rows, s64 channels, const Waiting& from, const f32* x, f32* dx, int threads) {

@@ -6,6 +6,7 @@
 
 #include "block/max_pool.h"
 #include "block/norm.h"
+#include "contract.h"
 #include "core/generic.h"
 #ifdef BYTEBACK_AVX512VNNI
 #include "core/avx512vnni.h"
@@ -18,12 +19,15 @@ namespace {
 struct Tensor {
     s64 rows, channels;
     std::vector<f32> x, g, vector;  // vector: a number for each channel, several times over
+    std::vector<bf16> x_rounded, g_rounded;
 
     Tensor(s64 all_rows, s64 all_channels) : rows(all_rows), channels(all_channels) {
         u32 state = 1;
         fill(state, x, rows * channels, 4.0f);
         fill(state, g, rows * channels, 0.25f);
         fill(state, vector, 8 * channels, 1.0f);
+        for (const f32 value : x) x_rounded.push_back(to_bf16(value));
+        for (const f32 value : g) g_rounded.push_back(to_bf16(value));
     }
 
     // From -size to size, some zeros among them.
@@ -89,7 +93,7 @@ bool cosine_agrees(const Tensor& t, bool stochastic) {
 
 bool forward_agrees(const Tensor& t, Activation activation) {
     return agree([&](Results& to, bool own) {
-        const Forward from{t.rows, t.channels, t.x.data(), t.vectors(0), t.vectors(1), t.g.data(), nullptr, 0.0f, activation};
+        const Forward from{t.rows, t.channels, t.x.data(), t.vectors(0), t.vectors(1), t.g.data(), 0.0f, activation};
         const std::vector<f32> step(static_cast<size_t>(t.channels), 0.05f);
         const size_t masks = static_cast<size_t>(t.rows * mask_width(t.channels));
         const Outcome outcome{to.room<f32>(t.count()),
@@ -105,7 +109,31 @@ bool forward_agrees(const Tensor& t, Activation activation) {
         *to.room<f32>(1) = BYTEBACK_EITHER(normalize_peak, from, 1);
         Outcome words{};
         words.kept = to.room<u16>(t.count()), words.kind = Stored::bf16, words.pitch = t.channels;
-        BYTEBACK_EITHER(pack_norm, t.rows, t.channels, t.x.data(), words, 1);
+        BYTEBACK_EITHER(pack_norm, t.rows, t.channels, t.x.data(), Stored::f32, words, 1);
+    });
+}
+
+// The same of floats that are stored as bf16.
+bool rounded_forward_agrees(const Tensor& t, Activation activation) {
+    return agree([&](Results& to, bool own) {
+        Forward from{t.rows, t.channels, t.x_rounded.data(), t.vectors(0), t.vectors(1), t.g_rounded.data(), 0.0f, activation};
+        from.x_kind = from.residual_kind = Stored::bf16;
+        const std::vector<f32> step(static_cast<size_t>(t.channels), 0.05f);
+        Outcome outcome{to.room<bf16>(t.count()),
+                        to.room<u8>(static_cast<size_t>(t.rows * mask_width(t.channels))),
+                        to.room<s8>(t.count()),
+                        2.0f,
+                        to.room<s8>(t.count()),
+                        Stored::s8,
+                        step.data(),
+                        t.vectors(2),
+                        t.channels};
+        outcome.output_kind = Stored::bf16;
+        to.see(BYTEBACK_EITHER(normalize, from, outcome, 1));
+        *to.room<f32>(1) = BYTEBACK_EITHER(normalize_peak, from, 1);
+        outcome.output = to.room<f32>(t.count()), outcome.output_kind = Stored::f32;
+        to.see(BYTEBACK_EITHER(normalize, from, outcome, 1));
+        BYTEBACK_EITHER(pack_norm, t.rows, t.channels, t.x_rounded.data(), Stored::bf16, outcome, 1);
     });
 }
 
@@ -135,7 +163,11 @@ bool statistics_agree(const Tensor& t) {
         const size_t n = static_cast<size_t>(t.channels);
         f64 *total = to.room<f64>(n), *squares = to.room<f64>(n);
         f32 *low = to.room<f32>(n), *high = to.room<f32>(n);
-        BYTEBACK_EITHER(channel_stats, t.rows, t.channels, t.x.data(), total, squares, low, high, 1);
+        BYTEBACK_EITHER(channel_stats, t.rows, t.channels, t.x.data(), Stored::f32, total, squares, low, high, 1);
+        f64 *total_rounded = to.room<f64>(n), *squares_rounded = to.room<f64>(n);
+        f32 *low_rounded = to.room<f32>(n), *high_rounded = to.room<f32>(n);
+        BYTEBACK_EITHER(channel_stats, t.rows, t.channels, t.x_rounded.data(), Stored::bf16, total_rounded, squares_rounded,
+                        low_rounded, high_rounded, 1);
         const std::vector<f32> clips(n, 3.0f);
         s64 *each = to.room<s64>(n), *all = to.room<s64>(n);
         BYTEBACK_EITHER(tail_count_pair, t.rows, t.channels, t.x.data(), clips.data(), 2.0f, each, all, 1);
@@ -159,7 +191,7 @@ std::string check(const Tensor& t) {
         if (!cosine_agrees(t, stochastic)) return "cosine_terms";
     }
     for (Activation activation : {Activation::none, Activation::relu, Activation::silu})
-        if (!forward_agrees(t, activation)) return "the forward pass of a block";
+        if (!forward_agrees(t, activation) || !rounded_forward_agrees(t, activation)) return "the forward pass of a block";
     for (Gate gate : {Gate::open, Gate::relu, Gate::silu})
         if (!backward_agrees(t, gate)) return "the backward pass of a block";
     return statistics_agree(t) ? "" : "the statistics of a block";

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "conv/conv.h"
 
+#include <vector>
+
+#include "contract.h"
 #include "core/generic.h"
 #include "core/pool.h"
 #include "conv/plan.h"
@@ -62,7 +65,41 @@ const char* conv_with_epilogue(Path path, const ConvShape& s, const s8* x, const
 #ifdef BYTEBACK_AVX2
 namespace {
 
-constexpr s64 kCountedBytes = 8 << 20;    // of an output that does not wait in the caches for its next reader
+// vector_output for a function that takes an epilogue.
+struct OutputCall {
+    Path path;
+    const ConvShape& s;
+    const s8 *x, *w;
+    Factor factor;
+    int threads;
+    const char* kernel;
+
+    static void run(const Epilogue& finish, void* context) {
+        OutputCall& c = *static_cast<OutputCall*>(context);
+        c.kernel = vector_output(c.path, c.s, c.x, c.w, c.factor, nullptr, c.threads, &finish);
+    }
+};
+
+}  // namespace
+#endif
+
+const char* conv_output_bf16(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, bf16* y, int threads) {
+    const ScratchScope scope;
+#ifdef BYTEBACK_AVX2
+    OutputCall call{path, s, x, w, factor, threads, nullptr};
+    if (path != Path::generic) avx2::with_rounding(s.out_channels, y, &OutputCall::run, &call);
+    if (call.kernel) return call.kernel;
+#endif
+    std::vector<f32> wide(static_cast<size_t>(s.batch * s.out_pixels() * s.out_channels));
+    const char* kernel = conv_output(path, s, x, w, factor, wide.data(), threads);
+    for (const f32 value : wide) *y++ = to_bf16(value);
+    return kernel;
+}
+
+#ifdef BYTEBACK_AVX2
+namespace {
+
+constexpr s64 kCounted = 2 << 20;         // elements of an output that does not wait in the caches for its next reader
 constexpr s64 kTwoRowsBytes = 512 << 10;  // of an image: a depthwise kernel collects two rows of it
 
 bool gives_whole_rows(const ConvShape& s, Algorithm algorithm) {
@@ -74,31 +111,22 @@ bool gives_whole_rows(const ConvShape& s, Algorithm algorithm) {
 }  // namespace
 #endif
 
-const char* conv_with_stats(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, f32* y,
+const char* conv_with_stats(Path path, const ConvShape& s, const s8* x, const s8* w, Factor factor, void* y, Stored kind,
                             const Statistics& to, int threads) {
     const ScratchScope scope;
 #ifdef BYTEBACK_AVX2
     const s64 rows = s.batch * s.out_pixels();
-    const bool large = rows * s.out_channels * 4 >= kCountedBytes;
+    const bool large = kind == Stored::bf16 || rows * s.out_channels >= kCounted;  // bf16 needs an epilogue in any case
     if (!large || !gives_whole_rows(s, make_plan(s, ProductKind::output, path).algorithm)) return nullptr;
-    struct Call {
-        Path path;
-        const ConvShape& s;
-        const s8 *x, *w;
-        Factor factor;
-        int threads;
-        const char* kernel;
-    } call{path, s, x, w, factor, threads, nullptr};
-    avx2::with_statistics(
-        rows, s.out_channels, y, to, threads,
-        [](const Epilogue& finish, void* context) {
-            Call& c = *static_cast<Call*>(context);
-            c.kernel = vector_output(c.path, c.s, c.x, c.w, c.factor, nullptr, c.threads, &finish);
-        },
-        &call);
+    OutputCall call{path, s, x, w, factor, threads, nullptr};
+    auto* with_statistics = &avx2::with_statistics;
+#ifdef BYTEBACK_AVX512VNNI
+    if (path == Path::avx512vnni) with_statistics = &avx512vnni::with_statistics;
+#endif
+    with_statistics(rows, s.out_channels, y, kind, to, threads, &OutputCall::run, &call);
     return call.kernel;
 #else
-    (void)path, (void)s, (void)x, (void)w, (void)factor, (void)y, (void)to, (void)threads;
+    (void)path, (void)s, (void)x, (void)w, (void)factor, (void)y, (void)kind, (void)to, (void)threads;
     return nullptr;
 #endif
 }

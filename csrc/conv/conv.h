@@ -18,8 +18,12 @@ const char* conv_grad_weight(Path, const ConvShape&, const s8* g, const s8* x, F
 // Computes the output and passes it to an epilogue. Returns null, and does nothing, if no kernel of the path supports that.
 const char* conv_with_epilogue(Path, const ConvShape&, const s8* x, const s8* w, Factor, const Epilogue&, int threads);
 
-// Computes the output and its statistics per channel in one pass. Returns null, and does nothing, if no kernel of the path
-// supports that, or if the output is so small that reading it again is as fast.
-const char* conv_with_stats(Path, const ConvShape&, const s8* x, const s8* w, Factor, f32* y, const Statistics&, int threads);
+// Computes the output, rounded to bfloat16.
+const char* conv_output_bf16(Path, const ConvShape&, const s8* x, const s8* w, Factor, bf16* y, int threads);
+
+// Computes the output, as f32 or bf16, and its statistics per channel in one pass. Returns null, and does nothing, if no kernel
+// of the path supports that, or if the output is so small that reading it again is as fast.
+const char* conv_with_stats(Path, const ConvShape&, const s8* x, const s8* w, Factor, void* y, Stored, const Statistics&,
+                            int threads);
 
 }  // namespace byteback

@@ -20,6 +20,11 @@ using u64 = uint64_t;
 using f32 = float;
 using f64 = double;
 
+// The upper half of a float32, rounded to nearest, half to even; any NaN is 0x7FC0.
+struct bf16 {
+    u16 bits;
+};
+
 constexpr int kMax = 127;                                  // int8 values lie in [-127, 127]; -128 never occurs
 constexpr s64 kInt32Depth = 2147483647LL / (kMax * kMax);  // the deepest sum that an int32 surely holds: 133 144
 

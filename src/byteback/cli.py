@@ -9,6 +9,7 @@ byteback export           writes a trained network to an ONNX file, and compares
 byteback recipes, models  lists the recipes, or the networks
 byteback bench step       times a training step of a network against PyTorch FP32 and bf16, with its parts and its memory
 byteback bench memory     measures the peak memory of training a network against PyTorch FP32, part by part
+byteback bench recipes    times a training step under several recipes, in turns
 byteback bench growth     the same ratios for several batch sizes and image sizes
 byteback bench inference  times the forward pass in eval mode against PyTorch FP32
 byteback bench roofline   estimates a training step on a GPU, layer by layer, beside bf16 and TF32
@@ -37,7 +38,7 @@ def main() -> None:
         from rich.console import Console
 
         from byteback import __version__
-        from byteback.bench import detect, gpu_step, growth, inference, kernels, memory, roofline, step
+        from byteback.bench import detect, gpu_step, growth, inference, kernels, memory, recipes, roofline, step
         from byteback.inspect import doctor, verify
         from byteback.report_page import command as report
         from byteback.train import config_file, data, evaluate, export, listing, predict, side_by_side
@@ -69,6 +70,7 @@ def main() -> None:
             lambda config, console: (gpu_step if config.device != "cpu" else step).run(config, console),
         ),
         "bench memory": (memory.MemoryConfig, memory.run),
+        "bench recipes": (recipes.RecipesConfig, recipes.run),
         "bench growth": (growth.GrowthConfig, growth.run),
         "bench roofline": (roofline.RooflineConfig, roofline.run),
         "bench inference": (inference.InferenceConfig, inference.run),

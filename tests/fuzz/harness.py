@@ -15,7 +15,7 @@ from torch import Tensor
 
 from byteback.ops.backends import paths as kernel_paths
 from fuzz.fields import SEED, THREADS, Case, Field
-from oracles.bits import difference
+from oracles.bits import array_of, difference
 
 PATHS = tuple(reversed(kernel_paths.available()))  # from the plainest to the fastest
 
@@ -92,7 +92,7 @@ def failure_of(case: Case, paths: tuple[str, ...] = ()) -> Failure | None:
         failure = _on_paths(check, wanted)
     if failure is None:
         for number, (tensor, copy) in enumerate(zip(check.inputs, before, strict=True)):
-            if difference(tensor, copy.numpy(), "input") is not None:
+            if difference(tensor, array_of(copy), "input") is not None:
                 return Failure(wanted[-1], f"input {number} was written to")
     return failure
 

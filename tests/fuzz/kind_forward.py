@@ -16,6 +16,7 @@ from fuzz.kind_products import CONVOLUTION, SCALES, VARY, bias_convolution, scal
 from fuzz.kind_quantize import SHAPE, bias_shape, shape_of
 from fuzz.operands import FLOATS, LAYOUTS, VECTOR_LAYOUTS, floats, integers, laid_out, magnitudes
 from oracles import norms, passes, statistics
+from oracles.bits import array_of
 from oracles.products import Oracle
 
 ACTIVATIONS = Choice(("none", "relu", "relu6", "hardswish", "silu", "gelu"))
@@ -33,13 +34,24 @@ def residual_for(shape: tuple[int, ...], case: Case, rng: np.random.Generator) -
     kind = case["residual"]
     if kind == "none":
         return None
-    if kind == "float":
-        return laid_out(floats(shape, case["x"] if "x_floats" not in case else "normal", rng), case["residual_layout"])
+    if kind in ("float", "bfloat16"):
+        made = laid_out(floats(shape, case["x"] if "x_floats" not in case else "normal", rng), case["residual_layout"])
+        return made if kind == "float" else rounded(made)
     return laid_out(integers(shape, "random", rng), case["residual_layout"]), magnitudes([1, 1], "ordinary", rng)
 
 
+def rounded(x: Tensor) -> Tensor:
+    """x as bfloat16, by the oracle, laid out alike."""
+    made = torch.empty_like(x, dtype=torch.bfloat16)
+    return made.copy_(torch.from_numpy(passes.to_bfloat16(x.numpy())))
+
+
+def stored(x: Tensor, case: Case) -> Tensor:
+    return rounded(x) if case["x_rounded"] else x
+
+
 def arrays(value: Any) -> Any:
-    return tuple(part.numpy() for part in value) if isinstance(value, tuple) else None if value is None else value.numpy()
+    return tuple(map(array_of, value)) if isinstance(value, tuple) else None if value is None else array_of(value)
 
 
 def tensors(*values: Any) -> list[Tensor]:
@@ -74,22 +86,21 @@ def _parts(made: ops.Normalized) -> tuple[Any, ...]:
 
 def _build(case: Case, rng: np.random.Generator) -> Check:
     shape = shape_of(case)
-    x = laid_out(floats(shape, case["x"], rng), case["layout"])
+    x = stored(laid_out(floats(shape, case["x"], rng), case["layout"]), case)
+    wide_x = arrays(x)
     a, b = (vector(shape[1], case["vectors"], case["vector_layout"], rng) for _ in range(2))
     residual, activation = residual_for(shape, case, rng), case["activation"]
     clip = None if case["clip"] == "none" else magnitudes([], case["clip"], rng)
-    made = passes.normalize(x.numpy(), a.numpy(), b.numpy(), arrays(residual), activation, arrays(clip))
+    made = passes.normalize(wide_x, a.numpy(), b.numpy(), arrays(residual), activation, arrays(clip))
     inputs = tensors(x, a, b, residual, clip)
     if case["name"] == "normalize_peak":
         return Check(lambda: ops.normalize_peak(x, a, b, residual, activation), made["peak"], inputs)
-    _, _, low, high = (torch.from_numpy(part) for part in statistics.channel_stats(x.numpy()))
+    _, _, low, high = (torch.from_numpy(part) for part in statistics.channel_stats(wide_x))
     mean = torch.from_numpy(rng.standard_normal(shape[1])).to(torch.float32 if case["float_mean"] else torch.float64)
-    kept = (
-        None if case["keep"] == "none" else passes.pack_norm(x.numpy(), low.numpy(), high.numpy(), mean.numpy(), case["keep"])
-    )
+    kept = None if case["keep"] == "none" else passes.pack_norm(wide_x, low.numpy(), high.numpy(), mean.numpy(), case["keep"])
     if case["name"] == "pack_norm":
         kind = "int8" if case["keep"] == "none" else case["keep"]
-        kept = passes.pack_norm(x.numpy(), low.numpy(), high.numpy(), mean.numpy(), kind)
+        kept = passes.pack_norm(wide_x, low.numpy(), high.numpy(), mean.numpy(), kind)
         return Check(lambda: ops.pack_norm(x, low, high, mean, kind), kept, [x, low, high, mean])
     want_float = case["want_float"]
     options: dict[str, Any] = {"want_float": want_float, "want_mask": case["want_mask"]}
@@ -144,18 +155,25 @@ def expected_batch(x: np.ndarray, norm: Norm, residual: Any, case: Case) -> tupl
         _, _, low, high = statistics.channel_stats(x)
         kept = passes.pack_norm(x, low, high, mean, case["keep"])
     output, mask = made["output"] if case["want_float"] else None, made["mask"] if case["want_mask"] else None
+    if output is not None and case["output_rounded"]:
+        output = passes.to_bfloat16(output)
     tail = (made["values"], made["scale"], output, mask, made["counts"], kept, moved)
     return a, b, mean, invstd, peak if known or want_int8 else None, *tail
 
 
+def _dtype(is_rounded: bool) -> torch.dtype:
+    return torch.bfloat16 if is_rounded else torch.float32
+
+
 def _options(case: Case) -> dict[str, Any]:
+    wants = {name: case[name] for name in ("want_int8", "want_float", "want_mask")}
     keep = None if case["keep"] == "none" else case["keep"]
-    return {**{name: case[name] for name in ("want_int8", "want_float", "want_mask")}, "keep": keep}
+    return {**wants, "keep": keep, "output_dtype": _dtype(case["output_rounded"])}
 
 
 def _build_batch(case: Case, rng: np.random.Generator) -> Check:
     shape = shape_of(case)
-    x = laid_out(floats(shape, case["x"], rng), case["layout"])
+    x = stored(laid_out(floats(shape, case["x"], rng), case["layout"]), case)
     norm, residual = Norm(shape[1], case, rng), residual_for(shape, case, rng)
 
     def call() -> Any:
@@ -163,7 +181,7 @@ def _build_batch(case: Case, rng: np.random.Generator) -> Check:
         got = ops.normalize_batch(x, fresh, residual, case["activation"], **_options(case))
         return (*got.norm, *_parts(got), fresh.running)
 
-    expected = expected_batch(x.numpy(), norm, residual, case)
+    expected = expected_batch(arrays(x), norm, residual, case)
     return Check(call, expected, tensors(x, residual, norm.gamma, norm.beta, norm.bias))
 
 
@@ -186,13 +204,16 @@ class Convolved:
 def _build_conv_batch(case: Case, rng: np.random.Generator) -> Check:
     of = Convolved(case, rng)
     norm, residual = Norm(of.y.shape[1], case, rng), residual_for(of.y.shape, {**case, "x_floats": True}, rng)
+    wanted, wide_y = {**_options(case), "y_dtype": _dtype(case["x_rounded"])}, of.y
+    if case["x_rounded"]:
+        wide_y = passes.to_bfloat16(of.y)
 
     def call() -> Any:
         fresh = norm.fresh()
-        y, got = ops.conv_normalize_batch(*of.operands, fresh, residual, case["activation"], **_options(case))
+        y, got = ops.conv_normalize_batch(*of.operands, fresh, residual, case["activation"], **wanted)
         return (y, *got.norm, *_parts(got), fresh.running)
 
-    expected = of.y, *expected_batch(of.y, norm, residual, case)
+    expected = wide_y, *expected_batch(wide_y, norm, residual, case)
     return Check(call, expected, tensors(of.x, of.w, *of.scales, residual, norm.gamma, norm.beta, norm.bias))
 
 
@@ -229,7 +250,7 @@ def _build_conv(case: Case, rng: np.random.Generator) -> Check:
 
 _ADDED = {
     "activation": ACTIVATIONS,
-    "residual": Choice(("none", "none", "float", "int8")),
+    "residual": Choice(("none", "none", "float", "bfloat16", "int8")),
     "residual_layout": LAYOUTS,
     "vectors": VECTORS,
     "vector_layout": VECTOR_LAYOUTS,
@@ -240,6 +261,8 @@ _GIVEN = {**_ADDED, "clip": Choice(("none", "ordinary", "ones", "mixed")), "into
 _OWN = {
     **_ADDED,
     "want_int8": YES,
+    "x_rounded": Choice((False, False, True)),
+    "output_rounded": Choice((False, False, True)),
     "keep": KEEP,
     "running": YES,
     "eps": Choice((1e-5, 1e-3, 0.0)),
@@ -263,6 +286,7 @@ KINDS = [
             "name": Choice(("normalize", "normalize", "normalize_peak", "pack_norm")),
             **_SHAPED,
             **_GIVEN,
+            "x_rounded": Choice((False, False, True)),
             "keep": KEEP,
             "float_mean": YES,
         },

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from byteback.ops.backends.cpu import library as native_library
-from guard.calls_products import ACTIVATIONS, batch_structs, forward_pass, residual_of
+from guard.calls_products import ACTIVATIONS, STORED, batch_structs, forward_pass, residual_of
 from guard.memory import Arena
 from guard.shapes import ROWS
 
@@ -21,12 +21,13 @@ RULE = {"threshold": 0.3, "keep": 1.0 - 0.8, "add": 0.8}
 
 
 def channel_stats(arena: Arena, path: int, threads: int) -> None:
-    for rows, channels in ROWS:
+    for (rows, channels), kind in itertools.product(ROWS, range(2)):
         library.channel_stats(
             path,
             rows=rows,
             channels=channels,
-            x=arena.floats(rows * channels),
+            x=arena.floats(rows * channels, dtype=STORED[kind]),
+            kind=kind,
             total=arena.room(channels, float64),
             squares=arena.room(channels, float64),
             low=arena.room(channels),
@@ -42,8 +43,8 @@ def normalize_peak(arena: Arena, path: int, threads: int) -> None:
     for (rows, channels), activation, number in itertools.product(ROWS, range(len(ACTIVATIONS)), range(3)):
         library.normalize_peak(
             path,
-            forward_pass(rows, channels, activation),
-            x=arena.floats(rows * channels),
+            forward_pass(rows, channels, activation, x=(rows + activation) % 2),
+            x=arena.floats(rows * channels, dtype=STORED[(rows + activation) % 2]),
             a=arena.floats(channels),
             b=arena.floats(channels),
             **residual_of(arena, rows * channels, number),
@@ -59,11 +60,11 @@ def normalize(arena: Arena, path: int, threads: int) -> None:
         there = (rows - 1) * wider + channels
         library.normalize(
             path,
-            forward_pass(rows, channels, activation, kept=kind, pitch=wider),
-            x=arena.floats(count),
+            forward_pass(rows, channels, activation, kept=kind, pitch=wider, x=number % 2, residual=number // 2 % 2),
+            x=arena.floats(count, STORED[number % 2]),
             a=arena.floats(channels),
             b=arena.floats(channels),
-            **residual_of(arena, count, number % 7),
+            **residual_of(arena, count, number % 7, number // 2 % 2),
             clip=arena.positive(1),
             values=arena.room(there, int8),
             scale=arena.room(1),
@@ -86,13 +87,16 @@ def _room_for(arena: Arena, count: int, channels: int, kind: int) -> dict[str, i
 
 def pack_norm(arena: Arena, path: int, threads: int) -> None:
     for (rows, channels), kind in itertools.product(ROWS, (1, 2)):
-        count, forward = rows * channels, forward_pass(rows, channels, 0, kept=kind)
-        library.pack_norm(path, forward, x=arena.floats(count), **_room_for(arena, count, channels, kind), threads=threads)
+        for stored, dtype in enumerate(STORED):
+            count, forward = rows * channels, forward_pass(rows, channels, 0, kept=kind, x=stored)
+            x = arena.floats(count, dtype=dtype)
+            library.pack_norm(path, forward, x=x, **_room_for(arena, count, channels, kind), threads=threads)
 
 
 def normalize_batch(arena: Arena, path: int, threads: int) -> None:
     for number, (rows, channels) in enumerate(ROWS * len(ACTIVATIONS)):
-        structs = batch_structs(arena, rows, channels, arena.floats(rows * channels), number)
+        stored = (number + number // 6) % 2
+        structs = batch_structs(arena, rows, channels, arena.floats(rows * channels, STORED[stored]), number, stored)
         library.normalize_batch(path, *structs, threads)
 
 

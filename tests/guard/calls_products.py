@@ -51,10 +51,14 @@ def conv_grad_weight(arena: Arena, path: int, threads: int) -> None:
             library.conv_grad_weight(path, library.ConvShape(**shape.fields), **given)
 
 
-def residual_of(arena: Arena, count: int, number: int) -> dict[str, int]:
+STORED = (torch.float32, torch.bfloat16)
+"""How floats may be stored, by the number of the kind."""
+
+
+def residual_of(arena: Arena, count: int, number: int, stored: int = 0) -> dict[str, int]:
     """No residual, one of floats, one of integers by turns."""
     kind = number % 3
-    values = (lambda: 0, lambda: arena.floats(count), lambda: arena.int8(count))[kind]()
+    values = (lambda: 0, lambda: arena.floats(count, STORED[stored]), lambda: arena.int8(count))[kind]()
     return {"residual": values, "residual_scale": arena.positive(1) if kind == 2 else 0}
 
 
@@ -77,11 +81,11 @@ def conv_normalize(arena: Arena, path: int, threads: int) -> None:
         library.conv_normalize(
             path,
             library.ConvShape(**shape.fields),
-            forward_pass(rows, shape.filters, number % 5, pitch=wider),
+            forward_pass(rows, shape.filters, number % 5, pitch=wider, residual=number % 2),
             library.Operands(a=a, b=b, **scales),
             a=arena.floats(shape.filters),
             b=arena.floats(shape.filters),
-            **residual_of(arena, shape.output_count, number),
+            **residual_of(arena, shape.output_count, number, number % 2),
             clip=arena.positive(1),
             values=arena.room(count, int8),
             scale=arena.room(1),
@@ -91,11 +95,11 @@ def conv_normalize(arena: Arena, path: int, threads: int) -> None:
         )
 
 
-def batch_structs(arena: Arena, rows: int, channels: int, x: int, number: int) -> tuple[Any, Any, Any]:
-    """What normalize_batch is told after its path: the pass, what it reads, and what it writes."""
-    count, kind = rows * channels, number % 3
+def batch_structs(arena: Arena, rows: int, channels: int, x: int, number: int, stored: int) -> tuple[Any, Any, Any]:
+    """What normalize_batch is told after its path: the pass, what it reads, and what it writes. `stored`: how x is."""
+    count, kind, output = rows * channels, number % 3, number // 2 % 2
     activation = (number + number // len(ACTIVATIONS)) % len(ACTIVATIONS)  # each of them meets every kind
-    residual, is_smooth = residual_of(arena, count, number), ACTIVATIONS[activation].is_smooth
+    residual, is_smooth = residual_of(arena, count, number, stored), ACTIVATIONS[activation].is_smooth
     vectors = {name: arena.floats(channels) for name in ("gamma", "beta", "bias", "running_mean")}
     variance = arena.positive(channels)
     given = library.BatchGiven(x=x, **vectors, running_var=variance, **residual, eps=1e-5, momentum=0.1)
@@ -108,14 +112,15 @@ def batch_structs(arena: Arena, rows: int, channels: int, x: int, number: int) -
         values=arena.room(count, int8),
         scale=arena.room(1),
         counts=arena.room(2, int64),
-        output=arena.room(count),
+        output=arena.room(count, STORED[output]),
         mask=0 if is_smooth else arena.room(rows * math.ceil(channels / 8), uint8),
         kept=0 if kind == 0 else arena.room(count, torch.bfloat16 if kind == 1 else int8),
         step=arena.room(channels) if kind == 2 else 0,
         centre=arena.room(channels) if kind == 2 else 0,
     )
     is_known = residual["residual"] == 0 and ACTIVATIONS[activation].is_monotone
-    return forward_pass(rows, channels, activation, peak_is_known=is_known, kept=kind), given, made
+    kinds = {"x": stored, "residual": stored, "output": output}
+    return forward_pass(rows, channels, activation, peak_is_known=is_known, kept=kind, **kinds), given, made
 
 
 def conv_normalize_batch(arena: Arena, path: int, threads: int) -> None:
@@ -127,10 +132,12 @@ def conv_normalize_batch(arena: Arena, path: int, threads: int) -> None:
     for number, shape in enumerate((*CONVOLUTIONS.values(), *large)):
         scales = list(_scales(arena, shape.batch, shape.filters))[number % 2]
         a, b = arena.int8(shape.input_count, shape.least), arena.int8(shape.weight_count)
-        y = arena.room(shape.output_count)
-        forward, given, made = batch_structs(arena, shape.output_count // shape.filters, shape.filters, y, number)
         operands = library.Operands(a=a, b=b, **scales)
-        library.conv_normalize_batch(path, library.ConvShape(**shape.fields), forward, operands, given, made, threads)
+        for stored, dtype in enumerate(STORED):
+            y = arena.room(shape.output_count, dtype)
+            structs = batch_structs(arena, shape.output_count // shape.filters, shape.filters, y, number, stored)
+            forward, given, made = structs
+            library.conv_normalize_batch(path, library.ConvShape(**shape.fields), forward, operands, given, made, threads)
 
 
 CALLS = [conv_output, conv_grad_input, conv_grad_weight, conv_normalize, conv_normalize_batch]

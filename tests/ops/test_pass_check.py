@@ -45,8 +45,8 @@ f32 normalize_peak(const Forward& f, int threads) {
     spoil("normalize_peak", &peak);
     return peak;
 }
-void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome& to, int threads) {
-    generic::pack_norm(rows, channels, x, to, threads);
+void pack_norm(s64 rows, s64 channels, const void* x, Stored kind, const Outcome& to, int threads) {
+    generic::pack_norm(rows, channels, x, kind, to, threads);
     spoil("pack_norm", to.kept);
 }
 void normalize_grad_sums(const Backward& f, f64* total, f64* dot, f64* squares, f32* masked, int threads) {
@@ -80,8 +80,9 @@ void quantize_pair(s64 rows, s64 channels, const f32* x, f32 clip, const f32* cl
     generic::quantize_pair(rows, channels, x, clip, clips, n, a, b, r, threads);
     spoil("quantize_pair", b);
 }
-void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* squares, f32* low, f32* high, int threads) {
-    generic::channel_stats(rows, channels, x, total, squares, low, high, threads);
+void channel_stats(s64 rows, s64 channels, const void* x, Stored kind, f64* total, f64* squares, f32* low, f32* high,
+                   int threads) {
+    generic::channel_stats(rows, channels, x, kind, total, squares, low, high, threads);
     spoil("channel_stats", high);
 }
 void max_pool(const Windows& w, const f32* x, f32* y, u8* taps, int threads) {

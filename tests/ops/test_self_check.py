@@ -26,7 +26,8 @@ const char* conv_output(Path path, const ConvShape& s, const s8* x, const s8* w,
     return "gemm";
 }
 const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8* w, Factor f, f32* dx, int threads) {
-    (path == Path::generic ? generic::conv_grad_input : avx512vnni::gemm_grad_input)(s, g, w, f, dx, threads);
+    path == Path::generic ? generic::conv_grad_input(s, g, w, f, dx, threads)
+                          : avx512vnni::gemm_grad_input(s, g, w, f, dx, threads);
     return "gemm";
 }
 const char* conv_grad_weight(Path path, const ConvShape& s, const s8* g, const s8* x, Factor f, f32* dw, int threads) {

@@ -150,8 +150,8 @@ void add_finished(Path path, std::vector<Call>& calls) {
                              Room<f32> y(rows * channels);
                              Room<s8> q(rows * channels);
                              const f32* vectors = given().positive.data();
-                             const Forward from{rows,    channels, nullptr, vectors,         vectors + channels,
-                                                nullptr, nullptr,  0.0f,    Activation::relu};
+                             const Forward from{rows,    channels, nullptr,         vectors, vectors + channels,
+                                                nullptr, 0.0f,     Activation::relu};
                              const Outcome to{y, nullptr, q, 900.0f, nullptr, Stored::f32, nullptr, nullptr, channels};
                              struct Context {
                                  Path path;
@@ -180,7 +180,7 @@ void add_finished(Path path, std::vector<Call>& calls) {
                          Room<f32> y(s.out_pixels() * s.out_channels), low(s.out_channels), high(s.out_channels);
                          Room<f64> total(s.out_channels), squares(s.out_channels);
                          const s8* operand = given().bytes.data();
-                         conv_with_stats(path, s, operand, operand + (1 << 19), {given().positive.data(), 0, 1}, y,
+                         conv_with_stats(path, s, operand, operand + (1 << 19), {given().positive.data(), 0, 1}, y, Stored::f32,
                                          {total, squares, low, high}, threads);
                          Bytes all;
                          total.add_to(all), squares.add_to(all), low.add_to(all), high.add_to(all), y.add_to(all);
@@ -253,8 +253,7 @@ void add_forward(Path path, std::vector<Call>& calls) {
     const s64 rows = 1500, channels = 33, count = rows * channels;
     for (const Activation activation : {Activation::relu, Activation::silu, Activation::gelu})
         calls.push_back({"normalize", [=](int threads) {
-                             const Forward from{rows,      channels, x,    vectors,   vectors + channels,
-                                                x + count, nullptr,  0.0f, activation};
+                             const Forward from{rows, channels, x, vectors, vectors + channels, x + count, 0.0f, activation};
                              Room<f32> output(count);
                              Room<u8> mask(rows * mask_width(channels));
                              Room<s8> values(count), kept(count);
@@ -277,11 +276,11 @@ void add_forward(Path path, std::vector<Call>& calls) {
                          Room<f64> total(channels), squares(channels);
                          Room<f32> low(channels), high(channels);
                          Room<s8> kept(count);
-                         ELEMENTWISE(channel_stats, rows, channels, x, total, squares, low, high, threads);
+                         ELEMENTWISE(channel_stats, rows, channels, x, Stored::f32, total, squares, low, high, threads);
                          const Outcome to{
                              nullptr, nullptr, nullptr, 0.0f, static_cast<s8*>(kept), Stored::s8, vectors, vectors + channels,
                              channels};
-                         ELEMENTWISE(pack_norm, rows, channels, x, to, threads);
+                         ELEMENTWISE(pack_norm, rows, channels, x, Stored::f32, to, threads);
                          Bytes all;
                          total.add_to(all), squares.add_to(all), low.add_to(all), high.add_to(all), kept.add_to(all);
                          return all;

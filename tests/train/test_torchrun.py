@@ -96,6 +96,7 @@ def test_a_killed_rank_is_restarted_and_nothing_changes(whole: tuple[Path, str],
     assert sha(tmp_path / "run") == sha(whole[0])
 
 
+@pytest.mark.slow
 def test_a_signal_stops_all_ranks_at_one_step_and_another_number_goes_on(tmp_path: Path) -> None:
     process = torchrun(tmp_path, *SMALL, *RECIPE, "--output-dir", "run")
     wait_for(process, member(tmp_path / "run") / "metrics.jsonl", 6)

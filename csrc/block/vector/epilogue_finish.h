@@ -24,8 +24,9 @@ BYTEBACK_INLINE void finish_some(const Forward& run, const Outcome& to, const Cl
     Floats value[V], y[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-        value[v] = activate<activation>(forward_z(run, e + kLanes * v, lanes.load(run.x + e + kLanes * v), lanes));
-        if (to.output) lanes.store(to.output + e + kLanes * v, value[v]);
+        value[v] = activate<activation>(
+            forward_z(run, e + kLanes * v, lanes.load(static_cast<const f32*>(run.x) + e + kLanes * v), lanes));
+        if (to.output) lanes.store(static_cast<f32*>(to.output) + e + kLanes * v, value[v]);
     }
     if (!to.values) return;
     if constexpr (V == 1) value[0] = lanes.only(value[0]);
@@ -45,9 +46,8 @@ void finish_row(const Epilogue& all, s64 row, s64 channel, s64 count, const f32*
     Forward run = all.from;
     Outcome to = all.to;
     run.x = y, run.a += channel, run.b += channel;
-    if (run.residual) run.residual += at;
-    if (run.residual_values) run.residual_values += at;
-    if (to.output) to.output += row * to.pitch + channel;
+    run.residual = moved(run.residual, run.residual_kind, at);
+    if (to.output) to.output = static_cast<f32*>(to.output) + row * to.pitch + channel;
     if (to.values) to.values += row * to.pitch + channel;
     s64 e = 0;
     for (; e + kBlock <= count; e += kBlock) finish_some<activation, 4>(run, to, state.clip, tally, e, AllLanes{});

@@ -13,13 +13,12 @@ namespace byteback::BYTEBACK_PATH {
 namespace {
 
 Forward started(Forward from, s64 row) {
-    from.x += row * from.channels;
-    if (from.residual) from.residual += row * from.channels;
-    if (from.residual_values) from.residual_values += row * from.channels;
+    from.x = moved(from.x, from.x_kind, row * from.channels);
+    from.residual = moved(from.residual, from.residual_kind, row * from.channels);
     return from;
 }
 
-template <Activation activation>
+template <Activation activation, class T>
 struct PeakKernel {
     Forward whole, run;
     Ints peak[4];
@@ -34,7 +33,8 @@ struct PeakKernel {
 
     template <class Lanes>
     BYTEBACK_INLINE void see(int v, s64 e, Lanes lanes) {
-        const Floats value = activate<activation, true>(forward_z(run, e, lanes.load(run.x + e), lanes));
+        const Floats x = load_real(static_cast<const T*>(run.x) + e, lanes);
+        const Floats value = activate<activation, true>(forward_z(run, e, x, lanes));
         peak[v] = max32(peak[v], magnitude(lanes.only(value)));
     }
     BYTEBACK_INLINE void block(s64 e) {
@@ -61,7 +61,7 @@ struct Keeper {
     template <class Lanes>
     BYTEBACK_INLINE void keep(s64 at, s64 k, Floats x, Lanes lanes) const {
         if (kind == Stored::bf16)
-            keep_bf16(static_cast<u16*>(values) + at, x, lanes);
+            store_real(static_cast<bf16*>(values) + at, x, lanes);
         else
             keep_some(static_cast<s8*>(values) + at, {x}, centre + k, inverse + k, lanes);
     }
@@ -74,15 +74,17 @@ void fill_inverse(const Outcome& to, s64 channels, s64 together, f32* inverse) {
 }
 
 // What a pass over training data reads and writes besides int8: a float residual, a mask, the floats, x kept as bytes. Known
-// when compiled, so that the loop asks nothing; `anything` else asks at every vector.
+// when compiled, so that the loop asks nothing; `anything` else asks at every vector. x, the residual and the floats are
+// stored alike.
 enum Wants { kResidual = 1, kMask = 2, kOutput = 4, kKept = 8, kAnything = 16 };
 
 int wants_of(const Forward& from, const Outcome& to) {
-    if (!to.values || from.residual_values || (to.kept && to.kind != Stored::s8)) return kAnything;
+    if (!to.values || (to.kept && to.kind != Stored::s8)) return kAnything;
+    if ((from.residual && from.residual_kind != from.x_kind) || (to.output && to.output_kind != from.x_kind)) return kAnything;
     return (from.residual ? kResidual : 0) | (to.mask ? kMask : 0) | (to.output ? kOutput : 0) | (to.kept ? kKept : 0);
 }
 
-template <Activation activation, int wants>
+template <Activation activation, int wants, class T>
 struct ApplyKernel {
     static constexpr bool anything = wants == kAnything;
     static constexpr bool signless = !anything && (wants & kOutput) == 0;  // no floats are written
@@ -96,7 +98,10 @@ struct ApplyKernel {
 
     ApplyKernel(const Forward& from, const Outcome& outcome, s64 together)
         : whole(from), to(outcome), clip(outcome.clip),
-          stream(to.pitch == from.channels && should_stream(to.output, from.rows, from.channels, kLanes)),
+          stream(to.pitch == from.channels &&
+                 (to.output_kind == Stored::bf16
+                      ? should_stream(static_cast<bf16*>(to.output), from.rows, from.channels, kLanes)
+                      : should_stream(static_cast<f32*>(to.output), from.rows, from.channels, kLanes))),
           stream_kept(should_stream(static_cast<const s8*>(to.kept), from.channels * together, from.rows * from.channels)) {
         const Constants k({from.a, from.b, outcome.centre, nullptr}, from.channels, together);
         whole.a = k[0], whole.b = k[1];
@@ -115,7 +120,15 @@ struct ApplyKernel {
     BYTEBACK_INLINE Floats z_of(s64 e, Floats x, Lanes lanes) const {
         if constexpr (anything) return forward_z(run, e, x, lanes);
         const Floats z = load(run.a + e) * x + load(run.b + e);
-        return wants & kResidual ? z + lanes.load(run.residual + e) : z;
+        return wants & kResidual ? z + load_real(static_cast<const T*>(run.residual) + e, lanes) : z;
+    }
+
+    template <class Lanes>
+    BYTEBACK_INLINE void write(s64 e, Floats value, Lanes lanes) const {
+        if (anything ? to.output_kind == Stored::bf16 : std::is_same_v<T, bf16>)
+            store_real(static_cast<bf16*>(to.output) + e, value, lanes, stream);
+        else
+            store_real(static_cast<f32*>(to.output) + e, value, lanes, stream);
     }
 
     template <int V, class Lanes>
@@ -126,11 +139,12 @@ struct ApplyKernel {
         BlockBits mask = 0;
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
-            const Floats x = lanes.load(run.x + e + kLanes * v), z = z_of(e + kLanes * v, x, lanes);
+            const Floats x = load_real(static_cast<const T*>(run.x) + e + kLanes * v, lanes);
+            const Floats z = z_of(e + kLanes * v, x, lanes);
             given[v] = x;
             value[v] = activate<activation, signless>(z);
             if (masks) mask |= lane_bits(lanes.only(passes<activation>(z))) << kLanes * v;
-            if (floats) lanes.store(to.output + result + e + kLanes * v, value[v], stream);
+            if (floats) write(result + e + kLanes * v, value[v], lanes);
             if (anything && keeper.values) keeper.keep(at + e + kLanes * v, e + kLanes * v, x, lanes);
         }
         if constexpr (!anything && (wants & kKept) != 0)
@@ -155,12 +169,13 @@ struct ApplyKernel {
     }
 };
 
+template <class T>
 struct KeepKernel {
-    const f32* x;
+    const T* x;
     s64 channels, at = 0;
     Keeper keeper;
 
-    KeepKernel(const f32* from, const Outcome& to, s64 all_channels, s64 together) : x(from), channels(all_channels) {
+    KeepKernel(const T* from, const Outcome& to, s64 all_channels, s64 together) : x(from), channels(all_channels) {
         const Constants k({to.centre, nullptr}, channels, together);
         fill_inverse(to, channels, together, k[1]);
         keeper = {to.kept, to.kind, k[0], k[1]};
@@ -172,7 +187,7 @@ struct KeepKernel {
     }
     template <class Lanes>
     BYTEBACK_INLINE void vector(s64 e, Lanes lanes) {
-        keeper.keep(at + e, e, lanes.load(x + at + e), lanes);
+        keeper.keep(at + e, e, load_real(x + at + e, lanes), lanes);
     }
 };
 
@@ -181,19 +196,21 @@ struct KeepKernel {
 f32 normalize_peak(const Forward& from, int threads) {
     auto parts = no_reports(threads);
     with_activation(from.activation, [&](auto activation) {
-        using Kernel = PeakKernel<decltype(activation)::is>;
-        walk_rows(
-            from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, together); },
-            [&](int thread, const Kernel& kernel) { parts[thread] = kernel.report(); });
+        with_real(from.x_kind, [&](auto real) {
+            using Kernel = PeakKernel<decltype(activation)::is, decltype(real)>;
+            walk_rows(
+                from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, together); },
+                [&](int thread, const Kernel& kernel) { parts[thread] = kernel.report(); });
+        });
     });
     return joined(parts).peak;
 }
 
 namespace {
 
-template <Activation activation, int wants>
+template <Activation activation, int wants, class T>
 Report apply(const Forward& from, const Outcome& to, int threads) {
-    using Kernel = ApplyKernel<activation, wants>;
+    using Kernel = ApplyKernel<activation, wants, T>;
     auto parts = no_reports(threads);
     walk_rows(
         from.rows, from.channels, threads, [&](s64 together) { return Kernel(from, to, together); },
@@ -201,34 +218,40 @@ Report apply(const Forward& from, const Outcome& to, int threads) {
     return joined(parts);
 }
 
-template <Activation activation, int... wants>
+template <Activation activation, class T, int... wants>
 Report apply_one_of(std::integer_sequence<int, wants...>, const Forward& from, const Outcome& to, int threads) {
     using Apply = Report (*)(const Forward&, const Outcome&, int);
-    constexpr Apply kernels[] = {&apply<activation, wants>...};
+    constexpr Apply kernels[] = {&apply<activation, wants, T>...};
     return kernels[wants_of(from, to)](from, to, threads);
 }
 
 // The kernel for exactly these wants, for the activations of most networks.
-template <Activation activation>
+template <Activation activation, class T>
 Report apply_wanted(const Forward& from, const Outcome& to, int threads) {
     if constexpr (activation == Activation::none || activation == Activation::relu || activation == Activation::relu6)
-        return apply_one_of<activation>(std::make_integer_sequence<int, kAnything + 1>{}, from, to, threads);
-    return apply<activation, kAnything>(from, to, threads);
+        return apply_one_of<activation, T>(std::make_integer_sequence<int, kAnything + 1>{}, from, to, threads);
+    return apply<activation, kAnything, T>(from, to, threads);
 }
 
 }  // namespace
 
 Report normalize(const Forward& from, const Outcome& to, int threads) {
     Report seen{};
-    with_activation(from.activation,
-                    [&](auto activation) { seen = apply_wanted<decltype(activation)::is>(from, to, threads); });
+    with_activation(from.activation, [&](auto activation) {
+        with_real(from.x_kind,
+                  [&](auto real) { seen = apply_wanted<decltype(activation)::is, decltype(real)>(from, to, threads); });
+    });
     return seen;
 }
 
-void pack_norm(s64 rows, s64 channels, const f32* x, const Outcome& to, int threads) {
-    walk_rows(
-        rows, channels, threads, [&](s64 together) { return KeepKernel(x, to, channels, together); },
-        [](int, const KeepKernel&) {});
+void pack_norm(s64 rows, s64 channels, const void* x, Stored kind, const Outcome& to, int threads) {
+    with_real(kind, [&](auto real) {
+        using Kernel = KeepKernel<decltype(real)>;
+        walk_rows(
+            rows, channels, threads,
+            [&](s64 together) { return Kernel(static_cast<const decltype(real)*>(x), to, channels, together); },
+            [](int, const Kernel&) {});
+    });
 }
 
 }  // namespace byteback::BYTEBACK_PATH

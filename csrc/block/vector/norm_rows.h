@@ -49,13 +49,20 @@ inline Constants constants_of(const Backward& from, s64 together) {
     return Constants({from.a, from.b, from.p, from.q, from.r, from.x.step, from.x.centre}, from.channels, together);
 }
 
+inline s64 bytes_of(Stored kind) { return kind == Stored::f32 ? 4 : kind == Stored::bf16 ? 2 : 1; }
+
+inline const void* moved(const void* from, Stored kind, s64 elements) {
+    return from ? static_cast<const char*>(from) + elements * bytes_of(kind) : nullptr;
+}
+
 // z = a * x + b, + residual; from the run's first element on.
 template <class Lanes>
 BYTEBACK_INLINE Floats forward_z(const Forward& run, s64 e, Floats x, Lanes lanes) {
     const Floats z = load(run.a + e) * x + load(run.b + e);
-    if (run.residual) return z + lanes.load(run.residual + e);
-    if (!run.residual_values) return z;
-    const Floats q = to_floats(lanes.ints(run.residual_values + e));
+    if (!run.residual) return z;
+    if (run.residual_kind == Stored::f32) return z + lanes.load(static_cast<const f32*>(run.residual) + e);
+    if (run.residual_kind == Stored::bf16) return z + load_real(static_cast<const bf16*>(run.residual) + e, lanes);
+    const Floats q = to_floats(lanes.ints(static_cast<const s8*>(run.residual) + e));
     return z + q * all(run.residual_scale);
 }
 

@@ -17,10 +17,10 @@ struct ChannelStats {
         : low(static_cast<size_t>(round_up(channels, 2 * kLanes)), std::numeric_limits<f32>::infinity()),
           high(low.size(), -std::numeric_limits<f32>::infinity()) {}
 
-    // Columns c .. c + kLanes V - 1 of the piece's rows, which lie `pitch` apart from `from` on. For each vector see(row, v,
-    // value).
-    template <int V, class Lanes, class See>
-    BYTEBACK_INLINE void columns(const Piece& piece, s64 c, const f32* from, s64 pitch, Lanes lanes, const See& see) {
+    // Columns c .. c + kLanes V - 1 of the piece's rows, which lie `pitch` apart from `from` on, rounded to what T holds. For
+    // each vector see(row, v, value).
+    template <int V, class T, class From, class Lanes, class See>
+    BYTEBACK_INLINE void columns(const Piece& piece, s64 c, const From* from, s64 pitch, Lanes lanes, const See& see) {
         Sums<V> total(piece.sums + c, piece.fresh), squares(piece.sums + piece.padded + c, piece.fresh);
         Floats least[V], most[V];
         for (int v = 0; v < V; ++v) {
@@ -30,8 +30,9 @@ struct ChannelStats {
         from += c;
         for (s64 i = 0; i < piece.rows; ++i, from += pitch)
             for (int v = 0; v < V; ++v) {
-                const Floats value = lanes.load(from + kLanes * v);
-                const Wide wide = lanes.wide(from + kLanes * v, value);
+                const Floats given = load_real(from + kLanes * v, lanes);
+                const Floats value = std::is_same_v<T, From> ? given : rounded_to<T>(given);
+                const Wide wide = std::is_same_v<T, From> ? wide_real(from + kLanes * v, value, lanes) : widen(value);
                 total.add(v, wide);
                 squares.add_product(v, wide, wide);
                 least[v] = smaller(value, least[v]);  // not a NaN

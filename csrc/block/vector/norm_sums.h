@@ -12,26 +12,27 @@ namespace byteback::BYTEBACK_PATH {
 
 namespace {
 
+template <class T>
 struct StatsKernel {
-    const f32* x;
+    const T* x;
     s64 channels;
     ChannelStats stats;
 
-    StatsKernel(const f32* from, s64 all_channels) : x(from), channels(all_channels), stats(channels) {}
+    StatsKernel(const T* from, s64 all_channels) : x(from), channels(all_channels), stats(channels) {}
 
     template <int V, class Lanes>
     BYTEBACK_INLINE void columns(const Piece& piece, s64 c, Lanes lanes) {
         const auto fetch = [&](s64 i, int v, Floats) __attribute__((always_inline)) {
             if (v == 0) piece.fetch(x, c, i);
         };
-        stats.template columns<V>(piece, c, x + piece.row * channels, channels, lanes, fetch);
+        stats.template columns<V, T>(piece, c, x + piece.row * channels, channels, lanes, fetch);
     }
 };
 
 template <Stored stored>
 BYTEBACK_INLINE void fetch_kept(const Piece& piece, const Kept& x, s64 c, s64 i) {
     if constexpr (stored == Stored::f32) piece.fetch(static_cast<const f32*>(x.values), c, i);
-    if constexpr (stored == Stored::bf16) piece.fetch(static_cast<const u16*>(x.values), c, i);
+    if constexpr (stored == Stored::bf16) piece.fetch(static_cast<const bf16*>(x.values), c, i);
     if constexpr (stored == Stored::s8) piece.fetch(static_cast<const s8*>(x.values), c, i);
 }
 
@@ -189,15 +190,20 @@ struct JoinedTails {
 
 }  // namespace
 
-void channel_stats(s64 rows, s64 channels, const f32* x, f64* total, f64* squares, f32* low, f32* high, int threads) {
+void channel_stats(s64 rows, s64 channels, const void* x, Stored kind, f64* total, f64* squares, f32* low, f32* high,
+                   int threads) {
 #ifdef BYTEBACK_NARROWER
-    if (is_narrow(channels)) return BYTEBACK_NARROWER::channel_stats(rows, channels, x, total, squares, low, high, threads);
+    if (is_narrow(channels))
+        return BYTEBACK_NARROWER::channel_stats(rows, channels, x, kind, total, squares, low, high, threads);
 #endif
     std::vector<ChannelStats> seen(static_cast<size_t>(threads > 1 ? threads : 1), ChannelStats(channels));
     f64* const sums[2] = {total, squares};
-    walk_columns<2>(
-        rows, channels, sums, threads, [&] { return StatsKernel(x, channels); },
-        [&](int thread, StatsKernel& kernel) { seen[static_cast<size_t>(thread)] = std::move(kernel.stats); });
+    with_real(kind, [&](auto real) {
+        using Kernel = StatsKernel<decltype(real)>;
+        walk_columns<2>(
+            rows, channels, sums, threads, [&] { return Kernel(static_cast<const decltype(real)*>(x), channels); },
+            [&](int thread, Kernel& kernel) { seen[static_cast<size_t>(thread)] = std::move(kernel.stats); });
+    });
     write_extremes(seen, channels, squares, low, high);
 }
 

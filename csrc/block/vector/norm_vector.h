@@ -3,6 +3,8 @@
 // vectors. Only for the other files of this folder.
 #pragma once
 
+#include <type_traits>
+
 #include "block/norm.h"
 #include "contract_vector.h"
 #include "elementwise/rows.h"
@@ -11,14 +13,15 @@ namespace byteback::BYTEBACK_PATH {
 
 namespace {
 
-constexpr s64 kLineFloats = 16;  // of a cache line
+constexpr s64 kLineBytes = 64, kLineFloats = 16;  // of a cache line
 
 // Whether a float result is so large that no cache would hold it until it is read again; `whole` floats are written together.
-inline bool should_stream(const f32* to, s64 rows, s64 channels, s64 whole) {
+template <class T>
+bool should_stream(const T* to, s64 rows, s64 channels, s64 whole) {
     constexpr s64 kLarge = 24 << 20;
     const uintptr_t address = reinterpret_cast<uintptr_t>(to);
-    return to && channels % whole == 0 && address % (whole * sizeof(f32)) == 0 &&
-           rows * channels * static_cast<s64>(sizeof(f32)) > kLarge;
+    return to && channels % whole == 0 && address % (whole * sizeof(T)) == 0 &&
+           rows * channels * static_cast<s64>(sizeof(T)) > kLarge;
 }
 
 // The same for int8 results, of which `written` bytes are made and which are written in blocks.
@@ -120,21 +123,67 @@ BYTEBACK_INLINE Floats gated(Floats g, Floats x, const Backward& from, s64 k, s6
     return g * slope<gate>(z);
 }
 
+// ---- floats as they are stored -----------------------------------------------------------------------------------------
+
+template <class Lanes>
+BYTEBACK_INLINE Floats load_real(const f32* p, Lanes lanes) {
+    return lanes.load(p);
+}
+template <class Lanes>
+BYTEBACK_INLINE Floats load_real(const bf16* p, Lanes lanes) {
+    return floats_of(shl32(lanes.ints(&p->bits), 16));
+}
+
+// By integers: the instruction for this takes subnormal numbers for zeros.
+BYTEBACK_INLINE Ints words_of(Floats x) {
+    const Ints bits = bits_of(x), odd = and32(shr32(bits, 16), all32(1));
+    const Ints words = shr32(add32(add32(bits, all32(0x7FFF)), odd), 16);
+    return chosen(is_nan(x), all32(0x7FC0), words);
+}
+
+template <class Lanes>
+BYTEBACK_INLINE void store_real(f32* p, Floats x, Lanes lanes, bool stream = false) {
+    lanes.store(p, x, stream);
+}
+template <class Lanes>
+BYTEBACK_INLINE void store_real(bf16* p, Floats x, Lanes lanes, bool stream = false) {
+    lanes.store_words(&p->bits, words_of(x), stream);
+}
+
+// x, which is at p, in float64.
+template <class Lanes>
+BYTEBACK_INLINE Wide wide_real(const f32* p, Floats x, Lanes lanes) {
+    return lanes.wide(p, x);
+}
+template <class Lanes>
+BYTEBACK_INLINE Wide wide_real(const bf16*, Floats x, Lanes) {
+    return widen(x);
+}
+
+// Floats, written as they are or as bfloat16.
+inline void copy_reals(f32* to, const f32* from, s64 count) { std::memcpy(to, from, static_cast<size_t>(count) * sizeof(f32)); }
+inline void copy_reals(bf16* to, const f32* from, s64 count) {
+    s64 e = 0;
+    for (; e + kLanes <= count; e += kLanes) store_real(to + e, load(from + e), AllLanes{});
+    const FirstLanes rest(count - e);
+    if (e < count) store_real(to + e, rest.load(from + e), rest);
+}
+
+// x as it will be read when it was stored as a T.
+template <class T>
+BYTEBACK_INLINE Floats rounded_to(Floats x) {
+    if constexpr (std::is_same_v<T, bf16>) return floats_of(shl32(words_of(x), 16));
+    return x;
+}
+
 // ---- how x was kept --------------------------------------------------------------------------------------------------
 
 template <Stored stored, class Lanes>
 BYTEBACK_INLINE Floats kept_value(const Kept& x, s64 at, s64 k, Lanes lanes) {
     if constexpr (stored == Stored::f32) return lanes.load(static_cast<const f32*>(x.values) + at);
-    if constexpr (stored == Stored::bf16) return floats_of(shl32(lanes.ints(static_cast<const u16*>(x.values) + at), 16));
+    if constexpr (stored == Stored::bf16) return load_real(static_cast<const bf16*>(x.values) + at, lanes);
     const Floats q = to_floats(lanes.ints(static_cast<const s8*>(x.values) + at));
     return q * load(x.step + k) + load(x.centre + k);
-}
-
-template <class Lanes>
-BYTEBACK_INLINE void keep_bf16(u16* to, Floats x, Lanes lanes) {
-    const Ints bits = bits_of(x), odd = and32(shr32(bits, 16), all32(1));
-    const Ints words = shr32(add32(add32(bits, all32(0x7FFF)), odd), 16);
-    lanes.store_words(to, chosen(is_nan(x), all32(0x7FC0), words));
 }
 
 // x as int8 around its centre, V vectors; as a rule none of it is NaN.
@@ -164,6 +213,12 @@ template <auto value>
 struct Constant {
     static constexpr auto is = value;
 };
+
+// body(the type, as the first parameter of a lambda), for f32 and bf16
+template <class Body>
+void with_real(Stored kind, const Body& body) {
+    kind == Stored::bf16 ? body(bf16{}) : body(f32{});
+}
 
 template <class Body>
 void with_activation(Activation activation, const Body& body) {

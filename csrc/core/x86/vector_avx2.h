@@ -188,9 +188,12 @@ struct AllLanes {
         else
             _mm256_storeu_ps(p, v);
     }
-    BYTEBACK_INLINE void store_words(u16* p, Ints v) const {
+    BYTEBACK_INLINE void store_words(u16* p, Ints v, bool stream = false) const {
         const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), words);
+        if (stream)
+            _mm_stream_si128(reinterpret_cast<__m128i*>(p), words);
+        else
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(p), words);
     }
     // Integers up to 127 as bytes of at least -127.
     BYTEBACK_INLINE void store_bytes(s8* p, const Ints (&v)[1], bool = false) const {
@@ -251,7 +254,7 @@ struct FirstLanes {
     static constexpr s64 mask_bytes() { return 1; }
     void store(f32* p, Floats v, bool = false) const { _mm256_maskstore_ps(p, lanes, v); }
     void store(s32* p, Ints v) const { _mm256_maskstore_epi32(p, lanes, v); }
-    void store_words(u16* p, Ints v) const {
+    void store_words(u16* p, Ints v, bool = false) const {
         const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
         std::memcpy(p, &words, static_cast<size_t>(count * 2));
     }

@@ -176,8 +176,12 @@ struct AllLanes {
         else
             _mm512_storeu_ps(p, v);
     }
-    BYTEBACK_INLINE void store_words(u16* p, Ints v) const {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(v));
+    BYTEBACK_INLINE void store_words(u16* p, Ints v, bool stream = false) const {
+        const __m256i words = _mm512_cvtepi32_epi16(v);
+        if (stream)
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(p), words);
+        else
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
     }
     // Integers up to 127 as bytes of at least -127.
     BYTEBACK_INLINE void store_bytes(s8* p, const Ints (&v)[1], bool = false) const {
@@ -224,7 +228,7 @@ struct FirstLanes {
     s64 mask_bytes() const { return count > 8 ? 2 : 1; }
     void store(f32* p, Floats v, bool = false) const { _mm512_mask_storeu_ps(p, lanes, v); }
     void store(s32* p, Ints v) const { _mm512_mask_storeu_epi32(p, lanes, v); }
-    void store_words(u16* p, Ints v) const { _mm256_mask_storeu_epi16(p, lanes, _mm512_cvtepi32_epi16(v)); }
+    void store_words(u16* p, Ints v, bool = false) const { _mm256_mask_storeu_epi16(p, lanes, _mm512_cvtepi32_epi16(v)); }
     void store_bytes(s8* p, const Ints (&v)[1], bool = false) const { _mm_mask_storeu_epi8(p, lanes, packed(v[0])); }
     void store_bytes(u8* p, const Ints (&v)[1]) const { _mm_mask_storeu_epi8(p, lanes, _mm512_cvtepi32_epi8(v[0])); }
     Floats only(Floats v) const { return _mm512_maskz_mov_ps(lanes, v); }

@@ -27,7 +27,7 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     for name, block in plan.blocks.items():
         conv = modules[name]
         inner = [modules[part] for part in (block.norm, block.activation_module) if part is not None]
-        bound = block.bound(inner, recipe.residual_memory)
+        bound = block.bound(inner, recipe)
         if isinstance(conv, Int8Layer):
             conv.int8_block = bound  # type: ignore[assignment]
         elif type(conv) not in FUSED_CLASSES:

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,6 +152,10 @@ def _elementwise(rng: random.Random) -> Iterator[tuple[str, Callable[[], tuple[T
         yield "dot_terms", lambda x=x, q=q, scale=scale: (ops.dot_terms(x, q, scale),)  # type: ignore[misc]
 
 
+_ROUNDED: Any = {"want_int8": True, "want_float": True, "want_mask": True, "keep": "int8", "output_dtype": torch.bfloat16}
+"""What a block writes in a training step, with floats in bfloat16."""
+
+
 def _block(rng: random.Random) -> Iterator[tuple[str, Callable[[], tuple[Tensor | None, ...]]]]:
     """Yields calls of the passes of a fused block."""
     for size in ((3, 17, 9, 11), (2, 64, 16, 16), (2, 24, 7, 7), (1, 136, 5, 5)):
@@ -159,13 +164,19 @@ def _block(rng: random.Random) -> Iterator[tuple[str, Callable[[], tuple[Tensor 
         a, b, p, q, r = (torch.randn(size[1], generator=generator) for _ in range(5))
         clip, clips = torch.tensor(1.5), (r.abs() + 0.5).reshape(1, -1, 1, 1)
         key = torch.tensor([rng.getrandbits(32), rng.getrandbits(32)])
-        yield "channel_stats", lambda x=x: tuple(ops.channel_stats(x))  # type: ignore[misc]
+        rounded, added = x.to(torch.bfloat16), g.to(torch.bfloat16)
+        yield "channel_stats", lambda x=x, r=rounded: (*ops.channel_stats(x), *ops.channel_stats(r))  # type: ignore[misc]
         for activation in ("relu", "silu"):
             forward, sums = (x, a, b, g, activation, clip), (g, x, a, b, None, activation)
             parts = ops.GradientParts(*sums, p, q, r)
             yield (
                 f"normalize {activation}",
                 lambda args=forward: tuple(ops.normalize(*args, want_float=True, want_mask=True)),  # type: ignore[misc]
+            )
+            norm = ops.BatchNorm(a, b, None, 1e-5, None, 0.1)
+            yield (
+                f"normalize_batch bfloat16 {activation}",
+                lambda args=(rounded, norm, added, activation): _flat(ops.normalize_batch(*args, **_ROUNDED)),  # type: ignore[misc]
             )
             yield f"normalize_grad_sums {activation}", lambda args=sums: tuple(ops.normalize_grad_sums(*args, want_masked=True))  # type: ignore[misc]
             mask = ops.normalize(*forward, want_float=False, want_mask=True).mask
@@ -235,7 +246,7 @@ def _compare_elementwise(
     with kernel_paths.path(path):
         result = function()
     used[name, path] += 1
-    if not all(_equal(a, b) for a, b in zip(result, expected, strict=True)):
+    if not all(_equal(a, b) for a, b in zip(_flat(result), _flat(expected), strict=True)):
         wrong.append(f"{name} on {path} differs from the reference")
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from byteback.nn.fused.sources import SHARED_RULE, materialize, shared_floats, source_of
-from byteback.ops.quantizer import may_defer
 from byteback.quantize import Gradient, Moment, QTensor, quantize_fresh, quantize_pair
 
 if TYPE_CHECKING:
@@ -44,10 +43,6 @@ def quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: bool
         tracked = None if own_clip else _tracked_clip(layer, max(slot, 0))
         if own_clip or tracked is not None:
             clip, x_q = source.int8(tracked)
-            # A prediction remembers nothing, so integers without NaN are used as they are. On a CPU the look is free.
-            counts = None if layer.training or may_defer() else x_q.counts
-            if counts is not None and counts.is_cpu and not counts.tolist()[1]:
-                return x_q
             return numerics.input.adopt(x_q, clip, lambda: materialize(x), settings, moment, numerics.nonfinite)
     x = materialize(x)
     if own_clip:

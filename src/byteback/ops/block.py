@@ -10,9 +10,9 @@ two passes would take longer than a pass.
     normalize_batch       channel_stats, norm_coefficients, (normalize_peak), normalize
     conv_normalize_batch  conv_int8 and normalize_batch
 
-Legend: x and residual are float32 (N, C, ...). A residual may also be (values int8, scale), which means values · scale.
-a, b are float32 vectors (C,). Each operation rounds to float32 once, in the order written. z = a·x + b (+ residual).
-activations.py has the activations. Results are channels last. NaN inputs give NaN.
+Legend: x and residual are (N, C, ...), float32 or bfloat16. A residual may also be (values int8, scale), which means
+values · scale. a, b are float32 vectors (C,). Each operation rounds to float32 once, in the order written.
+z = a·x + b (+ residual). activations.py has the activations. Results are channels last. NaN inputs give NaN.
 
 A mask stores the derivative of none, relu and relu6 as bits: uint8 (pixels, ceil(C / 8)), bit c % 8 of byte c // 8.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch  # noqa: F401  (for the examples)
+import torch
 from torch import Tensor
 
 from byteback.ops import dispatch
@@ -34,9 +34,11 @@ from byteback.ops.checks import (
     check_norm,
     check_one,
     check_residual,
-    check_tensor,
+    check_stored,
+    check_stream,
     check_vector,
 )
+from byteback.ops.contract.bfloat16 import to_bfloat16
 from byteback.ops.contract.geometry import geometry as checked_geometry
 from byteback.ops.contract.layout import channels_last
 from byteback.ops.products import conv_int8, output_call
@@ -50,7 +52,7 @@ def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activati
     3.0
     """
     op = "normalize_peak"
-    x = check_tensor(op, "x", x)
+    x = check_stream(op, "x", x)
     channels = x.shape[1]
     a, b = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels)
     check_activation(op, activation)
@@ -87,7 +89,7 @@ def normalize(
     ([[127, 0]], [[2.0, 0.0]], [[1]], [0, 0])
     """
     op = "normalize"
-    x = check_tensor(op, "x", x)
+    x = check_stream(op, "x", x)
     channels = x.shape[1]
     a, b = check_vector(op, "a", a, channels), check_vector(op, "b", b, channels)
     check_activation(op, activation)
@@ -111,7 +113,7 @@ def pack_norm(x: Tensor, low: Tensor | None, high: Tensor | None, mean: Tensor |
     ([[-127], [127]], [2.0])
     """
     op = "pack_norm"
-    x = check_tensor(op, "x", x)
+    x = check_stream(op, "x", x)
     extremes = check_extremes(op, x, low, high, mean, kind)
     return backend_for(op, x, *(extremes or ())).pack_norm(x, kind, extremes)
 
@@ -166,11 +168,13 @@ def normalize_batch(
     want_float: bool,
     want_mask: bool,
     keep: str | None = None,
+    output_dtype: torch.dtype = torch.float32,
 ) -> Normalized:
     """Computes the norm of x with batch statistics, and `normalize` with it. The clip of the int8 result is its maximum.
 
     `keep` ("bfloat16" or "int8") also returns `pack_norm` of x, by the extremes and means of the batch. Updates the running
-    statistics. The peak is known if `want_int8` is set, or without a residual if the activation is monotone.
+    statistics. The peak is known if `want_int8` is set, or without a residual if the activation is monotone. With
+    `output_dtype` bfloat16 the float result is rounded when it is written; the int8 result is made of what it was before.
 
     >>> norm = BatchNorm(None, None, None, 0.0, None, 0.1)
     >>> result = normalize_batch(
@@ -180,10 +184,12 @@ def normalize_batch(
     (1.0, [[0.0], [1.0]], [[0], [127]])
     """
     op = "normalize_batch"
-    x = check_tensor(op, "x", x)
+    x = check_stream(op, "x", x)
     norm, residual = _check_batch(op, x.shape, norm, residual, activation, keep)
+    check_stored(op, output_dtype=output_dtype)
     backend = backend_for(op, x, *_vectors(norm), *tensors_of(residual))
-    return backend.normalize_batch(x, norm, residual, activation, Wants(want_int8, want_float, want_mask, keep))
+    wants = Wants(want_int8, want_float, want_mask, keep, x.dtype, output_dtype)
+    return backend.normalize_batch(x, norm, residual, activation, wants)
 
 
 def conv_normalize_batch(
@@ -200,8 +206,12 @@ def conv_normalize_batch(
     want_float: bool,
     want_mask: bool,
     keep: str | None = None,
+    output_dtype: torch.dtype = torch.float32,
+    y_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Normalized]:
     """Returns y = conv_int8(x, x_scale, w, w_scale, *geometry), channels last, and normalize_batch(y, norm, ...).
+
+    With `y_dtype` bfloat16, y is rounded when it is written. The statistics are those of the rounded values.
 
     >>> x, w = torch.tensor([[[[1, 3]]]], dtype=torch.int8), torch.tensor([[[[1]]]], dtype=torch.int8)
     >>> one = torch.ones(1, 1, 1, 1)
@@ -213,15 +223,16 @@ def conv_normalize_batch(
     """
     op, operands = "conv_normalize_batch", (x, x_scale, w, w_scale)
     geometry = checked_geometry(op, x.dim() - 2, geometry)
+    check_stored(op, output_dtype=output_dtype, y_dtype=y_dtype)
     backend = backend_for(op, *operands, *_vectors(norm), *tensors_of(residual))
     if not dispatch.is_plain(operands):  # a profiler or a dispatch mode must see the operator of the product
         y = channels_last(conv_int8(*operands, *geometry))
-        return y, normalize_batch(
-            y, norm, residual, activation, want_int8=want_int8, want_float=want_float, want_mask=want_mask, keep=keep
-        )
+        y = to_bfloat16(y) if y_dtype is torch.bfloat16 else y
+        wanted: dict[str, Any] = {"want_int8": want_int8, "want_float": want_float, "want_mask": want_mask}
+        return y, normalize_batch(y, norm, residual, activation, **wanted, keep=keep, output_dtype=output_dtype)
     call = output_call(backend, *operands, geometry)
     norm, residual = _check_batch(op, call.size, norm, residual, activation, keep)
-    wants = Wants(want_int8, want_float, want_mask, keep)
+    wants = Wants(want_int8, want_float, want_mask, keep, y_dtype, output_dtype)
     return backend.conv_normalize_batch(call, operands, norm, residual, activation, wants)
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from byteback.ops.quantizer import backend_steps
@@ -47,7 +48,7 @@ class BlockShape(NamedTuple):
     size: tuple[int, ...]  # of the result
     geometry: Geometry
     activation: str
-    adds: bool  # a float residual is added
+    residual: torch.dtype | None  # that is added
     wants: Wants
     eps: float
 

@@ -58,12 +58,24 @@ def check_tensor(op: str, name: str, x: Tensor) -> Tensor:
     return _dense(x)
 
 
+def check_stream(op: str, name: str, x: Tensor) -> Tensor:
+    """Returns x, checked and channels last: float32, or rounded to bfloat16."""
+    return _dense(x) if x.dtype is torch.bfloat16 and x.dim() >= 2 else check_tensor(op, name, x)
+
+
+def check_stored(op: str, **dtypes: torch.dtype) -> None:
+    """Raises an error if a result cannot be stored in this dtype."""
+    for name, dtype in dtypes.items():
+        if dtype not in (_float32, torch.bfloat16):
+            raise ValueError(f"{op}: {name} is {dtype}, but floats are stored as torch.float32 or torch.bfloat16. Choose one.")
+
+
 def check_residual(op: str, residual: Residual, shape: Sequence[int]) -> Residual:
-    """Returns the residual of a tensor of this shape, checked and channels last: float32, or int8 with one scale."""
+    """Returns the residual of a tensor of this shape, checked and channels last: float32, bfloat16, or int8 with one scale."""
     if residual is None:
         return None
     if isinstance(residual, Tensor):
-        _check_like(op, "residual", residual, shape, (_float32,))
+        _check_like(op, "residual", residual, shape, (_float32, torch.bfloat16))
         return _dense(residual)
     values, scale = residual[:2]
     _check_like(op, "residual", values, shape, (torch.int8,))

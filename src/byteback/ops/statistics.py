@@ -12,7 +12,7 @@ from torch import Tensor
 from byteback.ops.backends import meta
 from byteback.ops.backends.reference.statistics import sum_channels, sum_last
 from byteback.ops.backends.registry import backend_for
-from byteback.ops.checks import check_float, check_int8, check_one, check_tensor, check_vector
+from byteback.ops.checks import check_float, check_int8, check_one, check_stream, check_tensor, check_vector
 from byteback.ops.contract.geometry import whole
 from byteback.ops.dispatch import define
 from byteback.ops.quantize import broadcasts, check_axis
@@ -180,7 +180,7 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     >>> [s.tolist() for s in channel_stats(torch.tensor([[1.0, -3.0], [2.0, 0.5]]))]
     [[3.0, -2.5], [5.0, 9.25], [1.0, -3.0], [2.0, 0.5]]
     """
-    x = check_tensor("channel_stats", "x", x)
+    x = check_stream("channel_stats", "x", x)
     return backend_for("channel_stats", x).channel_stats(x)
 
 

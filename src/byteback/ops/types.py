@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], int]
@@ -140,12 +141,14 @@ class BatchNorm(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """Which results of a forward pass are computed."""
+    """Which results of a forward pass are computed, and in which dtypes those that the next pass reads are stored."""
 
     int8: bool
     float: bool
     mask: bool
     keep: str | None  # the norm's input for backward: "bfloat16" or "int8"
+    y: torch.dtype = torch.float32  # the convolution's output: float32 or bfloat16
+    output: torch.dtype = torch.float32  # the float result: float32 or bfloat16
 
 
 class GradSums(NamedTuple):

@@ -23,6 +23,7 @@ NONFINITE_POLICIES = ("raise", "skip", "propagate")
 EVAL_CLIPS = ("tracked", "batch")
 NORM_MEMORIES = ("float32", "bfloat16", "int8")
 RESIDUAL_MEMORIES = ("float32", "int8")
+STREAMS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Recipe:
     momentum                     momentum of the tracked clip's exponential average
     norm_memory                  how a fused block saves the input of its norm for backward: "float32", "bfloat16" or "int8"
     residual_memory              the residual that a fused block adds: in "float32", or its "int8" copy, values · scale
+    stream                       how floats travel between the products of fused blocks in training: in "float32", or rounded to
+                                 "bfloat16"
     observe_every                iterations between two measurements of the direction deviation (`health`, `learning_rate`)
     """
 
@@ -76,6 +79,7 @@ class Recipe:
     observe_every: int = 10
     norm_memory: str = "int8"
     residual_memory: str = "float32"
+    stream: str = "float32"
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -84,6 +88,7 @@ class Recipe:
             (self.eval_clip, EVAL_CLIPS, "eval_clip"),
             (self.norm_memory, NORM_MEMORIES, "norm_memory"),
             (self.residual_memory, RESIDUAL_MEMORIES, "residual_memory"),
+            (self.stream, STREAMS, "stream"),
         ):
             if value not in known:
                 raise ValueError(f"{name}: {what} is {value!r}; choose one of {', '.join(known)}.")

@@ -73,7 +73,15 @@ def _joined(stored: TrainConfig, config: TrainConfig, folder: Path) -> TrainConf
     recipe = tuple(dict.fromkeys((*stored.recipe, *config.recipe)))
     seed = tuple(dict.fromkeys((*stored.seed, *config.seed)))
     recipes = {**stored.recipes, **config.recipes}
-    return dataclasses.replace(config, recipe=recipe, seed=seed, recipes=recipes, resume=str(folder), output_dir=str(folder))
+    return dataclasses.replace(
+        config,
+        recipe=recipe,
+        seed=seed,
+        recipes=recipes,
+        resume=str(folder),
+        output_dir=str(folder),
+        processes=stored.processes,
+    )
 
 
 def default_folder(config: TrainConfig) -> Path:

@@ -173,6 +173,7 @@ class Run:
             if self.config.clip_grad_norm:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
             self.optimizer.step()
+            ranks.share_norms(world, self.model)
             if self.average is not None:
                 self.average.update_parameters(self.model)
             self._count(step)

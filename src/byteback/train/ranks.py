@@ -3,7 +3,7 @@
 
 DistributedDataParallel averages gradients over ranks. The batch of a step is cut into parts that may differ by one image, so
 each rank weighs its mean loss by its share. Buffers are not broadcast in forward, where a rank that met an unreadable
-image would be missed; those of rank 0 are shared before each test, and only those are in checkpoints.
+image would be missed; those of rank 0 are shared after each step, and only those are in checkpoints.
 """
 
 from __future__ import annotations
@@ -59,6 +59,18 @@ def agree_on_step(world: World, loss: float, correct: int, images: int, wishes: 
     mean = total.values[0] / total.values[2] if total.values[3] == 0.0 else math.nan
     count = int(total.values[2])
     return Step(mean, int(total.values[1]), count, images * world.size / count, total.wishes)
+
+
+def share_norms(world: World, model: nn.Module) -> None:
+    """Gives all ranks the running statistics of rank 0, as DDP does in forward. Checkpoints have only those."""
+    if world.size > 1:
+        own = [buffer for name, buffer in model.named_buffers() if "quantizers." not in name]
+        for kind in dict.fromkeys(buffer.dtype for buffer in own):
+            same = [buffer for buffer in own if buffer.dtype == kind]
+            flat = torch.cat([buffer.reshape(-1) for buffer in same])
+            world.share([flat])
+            for buffer, part in zip(same, flat.split([buffer.numel() for buffer in same]), strict=True):
+                buffer.copy_(part.view_as(buffer))
 
 
 def fail_together(world: World, error: DataError) -> None:

@@ -123,6 +123,9 @@ RECIPES = {
     "bfloat16 memory": replace(ADAPTIVE, norm_memory="bfloat16"),
     "float32 memory": replace(UNIFIED, norm_memory="float32"),
     "int8 residual": replace(ADAPTIVE, residual_memory="int8"),
+    "bfloat16 stream": replace(UNIFIED, stream="bfloat16"),
+    "bfloat16 stream and memory": replace(ADAPTIVE, stream="bfloat16", norm_memory="bfloat16"),
+    "bfloat16 stream as it is": replace(UNIFIED, stream="bfloat16", norm_memory="float32"),
     "no shares": replace(ADAPTIVE, depthwise_shares=False),
     "strict": replace(UNIFIED, strict=True),
 }

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,7 +79,7 @@ class Net(nn.Module):
         return self.head(F.relu(self.down(self.first(x))).mean((2, 3)))
 
 
-def trained(recipe: str) -> list[Tensor]:
+def trained(recipe: Any) -> list[Tensor]:
     """Weights, statistics and quantizers after two steps."""
     torch.manual_seed(0)
     model = byteback.prepare(Net(), recipe)
@@ -90,8 +92,15 @@ def trained(recipe: str) -> list[Tensor]:
     return [value.clone() for value in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("recipe", ["distribution-adaptive-int8", pytest.param("unified-int8", marks=pytest.mark.slow)])
-def test_two_training_steps_leave_the_state_of_the_cpu(recipe: str) -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "distribution-adaptive-int8",
+        pytest.param("unified-int8", marks=pytest.mark.slow),
+        pytest.param(byteback.PlainInt8(stream="bfloat16"), id="bfloat16 stream", marks=pytest.mark.slow),
+    ],
+)
+def test_two_training_steps_leave_the_state_of_the_cpu(recipe: Any) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

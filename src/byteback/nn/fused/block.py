@@ -53,6 +53,7 @@ from byteback.quantize import BlockGradient, QTensor
 
 if TYPE_CHECKING:
     from byteback.nn.layers.layer import Int8Layer
+    from byteback.recipes import Recipe
 
 Stage = Literal["conv", "norm", "add", "activation"]
 _READERS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other", "feeds_add")
@@ -87,9 +88,10 @@ class Block:
         readers: dict[str, Any] = {name: any(getattr(other, name) for other in others) for name in _READERS}
         return replace(self, **readers, consumers=tuple(dict.fromkeys(name for other in others for name in other.consumers)))
 
-    def bound(self, modules: Sequence[nn.Module], residual_memory: str) -> Block:
-        """Returns the block with its modules. A residual is read as a float tensor, unless the recipe stores it as int8."""
-        feeds_other = self.feeds_other or (self.feeds_add and residual_memory != "int8")
+    def bound(self, modules: Sequence[nn.Module], recipe: Recipe) -> Block:
+        """Returns the block with its modules. A residual is read as a float32 tensor, unless the recipe has a smaller form."""
+        in_float32 = recipe.residual_memory == "float32" and recipe.stream == "float32"
+        feeds_other = self.feeds_other or (self.feeds_add and in_float32)
         return replace(self, feeds_other=feeds_other, swallowed=tuple(modules))
 
 
@@ -160,6 +162,7 @@ class FusedBlock(Function):
         else:
             source = _by_operators(ctx, x, weight, bias, residual, stages, backs, with_grad)
             ctx.site = None
+        source.release()
         if backs:
             ctx.shared = shared_gradient(x, ctx), shared_gradient(residual, ctx)
         source.join_floats = call.block.join_feeds_other
@@ -196,7 +199,7 @@ def _prediction(
     operands = output_operands(x, weight, call.layer, call.slot)
     a, b = norm_as_given(call.layer, stages.norm, bias, weight)
     added = residual_of(residual, call.layer)
-    spec = OutputSpec(call.size, call.strides, block.feeds_other or block.feeds_pool)
+    spec = OutputSpec(call.size, call.strides, _reads_floats(call))
     source = PredictionSource(operands, call.products, a, b, added, stages.activation, spec)
     source.join_floats = block.join_feeds_other
     sources.append(source)
@@ -253,17 +256,48 @@ def _stepped(ctx: Any, site: Any, stages: Stages, x: QTensor, added: Tensor | No
     return source
 
 
+def _reads_floats(call: Call) -> bool:
+    """Whether somebody reads the result as floats: not only convolutions."""
+    block = call.block
+    return block.feeds_other or block.feeds_pool or (block.feeds_add and call.layer.recipe.residual_memory == "float32")
+
+
+def _is_pointwise(call: Call) -> bool:
+    """Whether the convolution has one group and a kernel of one pixel. Its output is large beside its arithmetic.
+
+    Elsewhere y stays float32 in a bfloat16 stream: squares of Winograd take longer to round on their way than the next pass
+    saves, and a depthwise product takes as long as before. The rule is that of a shape, so that all paths have the same bits.
+    """
+    return call.products.groups == 1 and call.weight.shape[2:].numel() == 1
+
+
+def _rounds_y(stages: Stages) -> bool:
+    """Whether the output of the convolution is stored as bfloat16."""
+    layer = stages.call.layer
+    in_int8 = stages.by_batch and layer.runs_int8("output")
+    return layer.recipe.stream == "bfloat16" and in_int8 and _is_pointwise(stages.call)
+
+
+def _travels_rounded(stages: Stages) -> bool:
+    """Whether the result is stored as bfloat16: of what reads floats, there are only other blocks, which add it."""
+    block, recipe = stages.call.block, stages.call.layer.recipe
+    only_added = not (block.feeds_other or block.feeds_pool or block.feeds_join)
+    return recipe.stream == "bfloat16" and stages.by_batch and only_added and _reads_floats(stages.call)
+
+
 def _wants(stages: Stages, backs: bool, needs_gamma: bool) -> Wants:
     """Returns what a block computes in its forward pass, for its readers and for backward."""
     layer, block = stages.call.layer, stages.call.block
     recipe = layer.recipe
     int8 = _own_clip(layer) and (block.feeds_conv or (block.feeds_add and recipe.residual_memory == "int8"))
-    floats = block.feeds_other or block.feeds_pool
+    floats, rounds = _reads_floats(stages.call), _rounds_y(stages)
+    dtypes = torch.bfloat16 if rounds else torch.float32, torch.bfloat16 if _travels_rounded(stages) else torch.float32
     if not backs:
-        return Wants(int8, floats, False, None)
-    keep = recipe.norm_memory if stages.by_batch and recipe.norm_memory != "float32" else None
+        return Wants(int8, floats, False, None, *dtypes)
+    as_it_is = "bfloat16" if rounds else "float32"
+    keep = recipe.norm_memory if stages.by_batch and recipe.norm_memory not in ("float32", as_it_is) else None
     masks = stages.residual is not None or keep is not None or not _backward_reads_y(stages, needs_gamma)
-    return Wants(int8, floats, masks and stages.activation in WITH_MASK, keep)
+    return Wants(int8, floats, masks and stages.activation in WITH_MASK, keep, *dtypes)
 
 
 def _own_clip(layer: Int8Layer) -> bool:
@@ -285,11 +319,13 @@ def _by_batch(
     """
     call, norm, activation = stages.call, stages.norm, stages.activation
     assert norm is not None
-    want_int8, want_float, want_mask, keep = wants
+    want_int8, want_float, want_mask, keep, y_dtype, dtype = wants
     named: dict[str, Any] = {"want_int8": want_int8, "want_float": want_float, "want_mask": want_mask, "keep": keep}
+    named["output_dtype"] = dtype
     if isinstance(product, Tensor):
         y, made = product, ops.normalize_batch(product, norm, added, activation, **named)
     else:
+        named["y_dtype"] = y_dtype
         y, made = call.products.normalized_output(*product, norm, added, activation, **named)
     state = made.norm
     assert state is not None

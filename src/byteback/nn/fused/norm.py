@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from byteback import ops
-from byteback.nn.fused.sources import SHARED_RULE, channels_last, materialize, source_of
+from byteback.nn.fused.sources import SHARED_RULE, floats_of, source_of
 from byteback.ops.types import NormGradient, NormState
 
 
@@ -87,7 +87,7 @@ def scaled_gradient(state: NormState) -> NormGradient:
 
 
 def residual_of(residual: Tensor | None, layer: Any) -> ops.Residual:
-    """Returns what a block adds before its activation: the residual as float, or the int8 copy that convolutions read too.
+    """Returns what a block adds before its activation: the residual as floats, or the int8 copy that convolutions read too.
 
     int8 needs a source with a known clip. In training this is its own maximum. In eval it is the tracked clip of a
     convolution that has read it, because with its own maximum a prediction would depend on the batch. Otherwise the residual
@@ -95,12 +95,11 @@ def residual_of(residual: Tensor | None, layer: Any) -> ops.Residual:
     """
     if residual is None:
         return None
-    recipe = layer.recipe
-    source = source_of(residual) if recipe.residual_memory == "int8" and recipe.input == SHARED_RULE else None
-    if source is not None:
+    recipe, source = layer.recipe, source_of(residual)
+    if source is not None and recipe.residual_memory == "int8" and recipe.input == SHARED_RULE:
         own_clip = layer.training or recipe.eval_clip == "batch"
         _, q = source.int8() if own_clip else source.quantized[0] if source.quantized else (None, None)
         # int8 cannot represent NaN or Inf, and a residual may have no other reader that finds them.
         if q is not None and q.counts is not None and not q.counts.tolist()[1]:
             return q
-    return channels_last(materialize(residual))
+    return floats_of(residual)

@@ -62,7 +62,8 @@ class Source:
     """
 
     output: Tensor | None = None
-    is_settled = False  # only `output` is left: x and the residual were released
+    rounded: Tensor | None = None  # the floats as bfloat16, channels last, if that is how they travel
+    is_settled = False  # only the floats are left: x and the residual were released
     join_int8 = join_floats = False  # which copies of a concatenation with this activation the block expects to be read
 
     def __init__(
@@ -82,7 +83,7 @@ class Source:
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that this source keeps in memory."""
-        held = [self.x, self.output, *(q.values for _, q in self.quantized)]
+        held = [self.x, self.output, self.rounded, *(q.values for _, q in self.quantized)]
         return [tensor for tensor in held if tensor is not None]
 
     def never_negative(self) -> bool:
@@ -126,7 +127,9 @@ class Source:
         if made.q is not None:
             assert clip is not None
             self.quantized.append((clip, made.q))
-        if made.output is not None:
+        if made.output is not None and made.output.dtype is torch.bfloat16:
+            self.rounded = made.output
+        elif made.output is not None:
             self.output = self._laid_out(made.output)
 
     def write_into(self, clip: Tensor | None, want_float: bool, into: ops.Into) -> ops.Normalized:
@@ -138,6 +141,8 @@ class Source:
 
     def give(self) -> Tensor:
         """Returns the float activation. The caller may write to it."""
+        if self.rounded is not None:
+            return self._laid_out(self.rounded.float())
         if self.is_settled:
             return self.plain().clone()
         if self.output is None:
@@ -148,11 +153,18 @@ class Source:
 
     def plain(self) -> Tensor:
         """Returns the float activation, without autograd. The caller must not write to it."""
-        if self.output is None:
+        if self.output is None and self.rounded is not None:
+            self.output = self._laid_out(self.rounded.float())
+        elif self.output is None:
             self.write(None, want_float=True)
         assert self.output is not None
         self._settle()
         return self.output
+
+    def release(self) -> None:
+        """Lets go of what rounded floats were computed from. From now on they are the activation."""
+        if self.rounded is not None:
+            self._settle()
 
     def settled(self, output: Tensor) -> Source:
         """A source that holds no more than `output`, the floats of this one, which somebody else holds.
@@ -402,6 +414,19 @@ def shared_floats(x: Tensor, rule: TensorRule) -> Source | None:
     source = Floats(x.detach())  # not x itself, which would be a reference cycle
     attach_source(x, source)
     return source
+
+
+def floats_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of floats_of(x)."""
+    source = source_of(x)
+    return torch.float32 if source is None or source.rounded is None else torch.bfloat16
+
+
+def floats_of(residual: Tensor) -> Tensor:
+    """Returns a residual as floats, channels last: bfloat16 if the block that computed it has rounded it, else float32."""
+    source = source_of(residual)
+    rounded = None if source is None else source.rounded
+    return channels_last(materialize(residual)) if rounded is None else rounded
 
 
 def channels_last(x: Tensor) -> Tensor:

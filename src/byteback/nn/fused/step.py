@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from byteback.nn.fused.shared_gradients import Waiting
-from byteback.nn.fused.sources import SHARED_RULE, channels_last, materialize, shared_floats, source_of
+from byteback.nn.fused.sources import SHARED_RULE, floats_dtype, floats_of, shared_floats, source_of
 from byteback.ops.backends.registry import backend_of
 from byteback.ops.block_step import BlockShape, block_site
 from byteback.ops.types import NormGradient, Wants
@@ -38,7 +38,7 @@ def find_site(x: Tensor, weight: Tensor, stages: Any, wants: Any, needs: tuple[b
         return None
     if norm.gamma is None or norm.beta is None or norm.running is None or layer.int8_frozen is not None:
         return None
-    adds, backend = stages.residual is not None, backend_of(x)
+    adds, backend = None if stages.residual is None else floats_dtype(stages.residual), backend_of(x)
     key = (x.shape, weight.shape, weight.stride(), backend, call.slot, stages.activation, adds, needs, norm.eps)
     sites = layer.__dict__.setdefault("int8_sites", {})  # missing in a layer that was pickled by an earlier version
     if key not in sites:
@@ -64,8 +64,9 @@ def _new_site(x: Tensor, weight: Tensor, stages: Any, wants: Wants, needs: tuple
         if not numerics.chooses_both:
             return None
         names.append("grad_output_for_weight")
+    residual = None if stages.residual is None else floats_dtype(stages.residual)
     sizes = tuple(x.shape), tuple(weight.shape), weight.stride(), tuple(call.size)
-    shape = BlockShape(*sizes, tuple(call.products), stages.activation, stages.residual is not None, wants, norm.eps)
+    shape = BlockShape(*sizes, tuple(call.products), stages.activation, residual, wants, norm.eps)
     chosen = tuple(settings[name] for name in names)
     return block_site(x, shape, chosen, not layer.shares_gradient(), call.slot)
 
@@ -80,7 +81,7 @@ def forward_step(
         if source is None:
             return None
     (clip, q), norm = source.int8(), stages.norm
-    added = None if residual is None else channels_last(materialize(residual))
+    added = None if residual is None else floats_of(residual)
     numerics = stages.call.layer.quantizers
     quantizer = numerics._modules["input"]._buffers
     tensors = (weight, norm.gamma, norm.beta, *norm.running, numerics._buffers["iteration"], *quantizer.values())

@@ -168,7 +168,7 @@ def norm_invstd(var: Tensor, eps: float) -> Tensor:
 
 
 def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
-    return x.new_empty(())
+    return a.new_empty(())
 
 
 def normalize(
@@ -185,7 +185,7 @@ def normalize(
     into: Into | None,
 ) -> Normalized:
     mask = None
-    q = None if clip is None else _quantized(x, x.new_empty((1,) * x.dim()))._replace(peak=None)
+    q = None if clip is None else _quantized(x, x.new_empty((1,) * x.dim(), dtype=_FLOAT32))._replace(peak=None)
     output = _like(x) if want_float else None
     if into is not None:
         q = q if q is None or into.values is None else q._replace(values=into.values)
@@ -203,6 +203,7 @@ def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: 
     a, b, mean, invstd, peak = norm_coefficients(channel_stats(x), 0, norm, activation)
     clip = peak if wants.int8 else None
     made = normalize(x, a, b, residual, activation, clip, wants.float, wants.mask, wants.keep, None, None)
+    made = made if made.output is None else made._replace(output=_like(made.output, wants.output))
     is_known = wants.int8 or (residual is None and TABLE[activation].is_monotone)
     return made._replace(norm=NormState(a, b, mean, invstd, peak if is_known else None))
 
@@ -225,7 +226,7 @@ def conv_normalize(
 def conv_normalize_batch(
     call: ProductCall, operands: Four, norm: BatchNorm, residual: Residual, activation: str, wants: Wants
 ) -> tuple[Tensor, Normalized]:
-    y = _output(call, operands[0])
+    y = _like(_output(call, operands[0]), wants.y)
     return y, normalize_batch(y, norm, residual, activation, wants)
 
 

@@ -28,6 +28,9 @@ from byteback.ops.contract import layout
 CPU = torch.device("cpu")
 """The device of the native library. Results are created on it for any torch.set_default_device."""
 
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+"""The number of a dtype in which floats are stored: enum class Stored in csrc/block/norm.h."""
+
 _empty = torch.empty  # bound once: after a large layer every attribute look-up in torch is a cache miss
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 

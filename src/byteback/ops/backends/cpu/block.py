@@ -18,7 +18,7 @@ from torch import Tensor
 from byteback.ops.activations import TABLE
 from byteback.ops.backends import reference
 from byteback.ops.backends.cpu import allocator, library
-from byteback.ops.backends.cpu.addresses import CPU, flat, known, last, new, part
+from byteback.ops.backends.cpu.addresses import CPU, KINDS, flat, known, last, new, part
 from byteback.ops.backends.cpu.norm import is_writable
 from byteback.ops.backends.cpu.products import laid_out
 from byteback.ops.backends.cpu.products import product as run_product
@@ -32,15 +32,20 @@ _threads = torch.get_num_threads
 _FLOAT32, _FLOAT64, _INT64, _INT8, _UINT8 = torch.float32, torch.float64, torch.int64, torch.int8, torch.uint8
 STORED = {None: 0, "bfloat16": 1, "int8": 2}
 """The form in which the input of a norm is saved: enum class Stored in csrc/block/norm.h."""
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @lru_cache(maxsize=4096)
 def forward_pass(
-    rows: int, channels: int, activation: str, kept: int = 0, pitch: int | None = None, has_residual: bool = False
+    rows: int,
+    channels: int,
+    activation: str,
+    kept: int = 0,
+    pitch: int | None = None,
+    has_residual: bool = False,
+    stored: tuple[torch.dtype, torch.dtype, torch.dtype] = (_FLOAT32,) * 3,
 ) -> Any:
-    """Returns the ForwardPass (csrc/bindings/structs.h)."""
-    row = TABLE[activation]
+    """Returns the ForwardPass (csrc/bindings/structs.h). `stored`: x, a residual without a scale, the float result."""
+    row, (x, residual, output) = TABLE[activation], (KINDS[dtype] for dtype in stored)
     return _native.ForwardPass(
         rows=rows,
         channels=channels,
@@ -50,13 +55,21 @@ def forward_pass(
         peak_is_known=row.is_monotone and not has_residual,
         kept=kept,
         pitch=channels if pitch is None else pitch,
+        x=x,
+        residual=residual,
+        output=output,
     )
+
+
+def residual_dtype(residual: Residual) -> torch.dtype:
+    """Returns how the floats of a residual are stored; float32 if it has none."""
+    return residual.dtype if isinstance(residual, Tensor) else _FLOAT32
 
 
 def residual_numbers(residual: Residual, count: int) -> tuple[int, int]:
     """Returns the address of the residual, and that of its scale if it is int8."""
     if residual is None or isinstance(residual, Tensor):
-        return last(residual, _FLOAT32, count), 0
+        return last(residual, residual_dtype(residual), count), 0
     values, scale, _, _ = residual
     return last(values, _INT8, count), flat(scale, _FLOAT32, 1)
 
@@ -87,7 +100,7 @@ def kept_numbers(kept: Kept | None, count: int, channels: int) -> tuple[int, int
         return 0, 0, 0, 0
     if isinstance(kept, Tensor):
         dtype = kept.dtype
-        return last(kept, dtype, count), _KINDS[dtype], 0, 0
+        return last(kept, dtype, count), KINDS[dtype], 0, 0
     values, step, centre = kept
     return last(values, _INT8, count), STORED["int8"], flat(step, _FLOAT32, channels), flat(centre, _FLOAT32, channels)
 
@@ -107,8 +120,8 @@ def normalize_peak(path: int, x: Tensor, a: Tensor, b: Tensor, residual: Residua
     peak, (added, added_scale) = new((), _FLOAT32), residual_numbers(residual, count)
     _native.normalize_peak(
         path,
-        forward_pass(count // channels, channels, activation),
-        x=last(x, _FLOAT32, count),
+        forward_pass(count // channels, channels, activation, stored=(x.dtype, residual_dtype(residual), _FLOAT32)),
+        x=last(x, x.dtype, count),
         a=flat(a, _FLOAT32, channels),
         b=flat(b, _FLOAT32, channels),
         residual=added,
@@ -139,14 +152,15 @@ def normalize(
     if clip is not None:
         q = _int8_room(x.shape, x.stride(), into)
     if want_float:
-        output = allocator.empty_like(x) if into is None else into.output
+        output = allocator.empty_like(x, _FLOAT32) if into is None else into.output
     if want_mask and not row.is_smooth:
         mask = new((rows, (channels + 7) // 8), _UINT8)
     (added, added_scale), (there, kind, step, centre) = residual_numbers(residual, count), kept_numbers(kept, count, channels)
+    pitch = None if into is None else into.pitch
     _native.normalize(
         path,
-        forward_pass(rows, channels, activation, kind, None if into is None else into.pitch),
-        x=last(x, _FLOAT32, count),
+        forward_pass(rows, channels, activation, kind, pitch, stored=(x.dtype, residual_dtype(residual), _FLOAT32)),
+        x=last(x, x.dtype, count),
         a=flat(a, _FLOAT32, channels),
         b=flat(b, _FLOAT32, channels),
         residual=added,
@@ -170,8 +184,8 @@ def pack_norm(path: int, x: Tensor, keep: str, extremes: Extremes | None) -> Kep
     there, kind, step, centre = kept_numbers(kept, count, channels)
     _native.pack_norm(
         path,
-        forward_pass(count // channels, channels, "none", kind),
-        x=last(x, _FLOAT32, count),
+        forward_pass(count // channels, channels, "none", kind, stored=(x.dtype, _FLOAT32, _FLOAT32)),
+        x=last(x, x.dtype, count),
         kept=there,
         step=step,
         centre=centre,
@@ -203,11 +217,11 @@ def conv_normalize(
     if want_float:
         output = allocator.empty(size, strides, _FLOAT32, CPU) if into is None else into.output
     channels, count = call.channels, math.prod(size)
-    added, added_scale = residual_numbers(residual, count)
+    (added, added_scale), pitch = residual_numbers(residual, count), None if into is None else into.pitch
     kernel = _native.conv_normalize(
         path,
         call.plan.shape,
-        forward_pass(count // channels, channels, activation, 0, None if into is None else into.pitch),
+        forward_pass(count // channels, channels, activation, 0, pitch, stored=(_FLOAT32, residual_dtype(residual), _FLOAT32)),
         _native.Operands(a=known(x), b=known(w), **scales),
         a=flat(a, _FLOAT32, channels),
         b=flat(b, _FLOAT32, channels),
@@ -250,7 +264,7 @@ def conv_normalize_batch(
     """Computes the statistics of a large output while it is written (csrc/block/epilogue.h), without reading it again."""
     if call.plan is None or not is_writable(norm.running):
         return reference.conv_normalize_batch(call, operands, norm, residual, activation, wants)
-    y = allocator.empty(call.size, last_strides(call.size), _FLOAT32, CPU)
+    y = allocator.empty(call.size, last_strides(call.size), wants.y, CPU)
     x, w, scales, factors = laid_out(path, call, *operands)
     forward, given, to, made, alive = _request(y, norm, residual, activation, wants)
     product = _native.Operands(a=known(x), b=known(w), **scales)
@@ -271,7 +285,7 @@ def _request(
     q = _int8_room(x.shape, x.stride(), None) if wants.int8 else None
     output = mask = None
     if wants.float:
-        output = allocator.empty_like(x)
+        output = allocator.empty_like(x, wants.output)
     if wants.mask and not row.is_smooth:
         mask = allocator.empty((rows, width), (width, 1), _UINT8, CPU)
     kept = _batch_room(x, wants.keep)
@@ -289,7 +303,8 @@ def _request(
         step=step,
         centre=centre,
     )
-    forward = forward_pass(rows, channels, activation, kind, None, residual is not None)
+    stored = x.dtype, residual_dtype(residual), wants.output
+    forward = forward_pass(rows, channels, activation, kind, None, residual is not None, stored)
     state = NormState(a, b, mean, invstd, peak if is_known or wants.int8 else None)
     result = Normalized(q, output, mask, kept, state)
     return forward, _given(x, norm, residual, count, channels), to, result, peak
@@ -301,7 +316,7 @@ def _given(x: Tensor, norm: BatchNorm, residual: Residual, count: int, channels:
     mean, var = running or (None, None)
     added, added_scale = residual_numbers(residual, count)
     return _native.BatchGiven(
-        x=last(x, _FLOAT32, count),
+        x=last(x, x.dtype, count),
         gamma=flat(gamma, _FLOAT32, channels),
         beta=flat(beta, _FLOAT32, channels),
         bias=flat(bias, _FLOAT32, channels),

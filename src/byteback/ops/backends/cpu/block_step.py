@@ -198,10 +198,11 @@ def _plan(shape: BlockShape, observe_every: int) -> Any:
     grad_weight = shape.weight_size, dense_strides(list(shape.weight_size), last)
     if not is_last_dense(*grad_input) or not is_last_dense(*grad_weight):
         return None
-    pixels = math.prod(size) // size[1]
+    pixels, added = math.prod(size) // size[1], shape.residual
+    stored = wants.y, added or _FLOAT32, wants.output
     return _native.BlockPlan(
         conv=conv_shape(shape.x_size, shape.weight_size, size, shape.geometry),
-        forward=forward_pass(pixels, size[1], shape.activation, STORED[wants.keep], None, shape.adds),
+        forward=forward_pass(pixels, size[1], shape.activation, STORED[wants.keep], None, added is not None, stored),
         gate=MASK_GATE if wants.mask else row.gate,
         weight=rows(weight)[1],
         weight_is_last=is_last,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from byteback.ops.backends import reference
 from byteback.ops.backends.cpu import library
-from byteback.ops.backends.cpu.addresses import CPU, dense, flat, known, last, new
+from byteback.ops.backends.cpu.addresses import CPU, KINDS, dense, flat, known, last, new
 from byteback.ops.backends.cpu.rows import clip_layout, rows, strides
 
 _native: Any = library.native
@@ -59,7 +59,8 @@ def channel_stats(path: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
         path,
         rows=count // channels,
         channels=channels,
-        x=last(x, _FLOAT32, count),
+        x=last(x, x.dtype, count),
+        kind=KINDS[x.dtype],
         total=known(total),
         squares=known(squares),
         low=known(low),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward passes of a fused block in plain PyTorch: convolution, BatchNorm, residual, activation, int8.
 
-Legend: x and residual are (N, C, ...), vectors (a, b) have one float32 per channel. Every operation is float32 and rounds
-once, in the order written. Sums are the ordered float64 sums of statistics.py. Results are channels last.
+Legend: x and residual are (N, C, ...), float32 or bfloat16; vectors (a, b) have one float32 per channel. Every operation is
+float32 and rounds once, in the order written. Sums are the ordered float64 sums of statistics.py. Results are channels last.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from byteback.ops.backends.reference import statistics
 from byteback.ops.backends.reference.norm import norm_coefficients
 from byteback.ops.backends.reference.products import product
 from byteback.ops.backends.reference.quantize import quantize
+from byteback.ops.contract.bfloat16 import to_bfloat16
 from byteback.ops.contract.layout import channels_last
 from byteback.ops.contract.limits import QMAX, ZERO_SCALE
 from byteback.ops.contract.rounded_once import divided_by, inverse
 from byteback.ops.types import BatchNorm, Extremes, Into, Kept, Normalized, NormState, ProductCall, QTensor, Residual, Wants
+
+
+def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a float32 tensor as it is stored: itself, or rounded to bfloat16."""
+    return to_bfloat16(x) if dtype is torch.bfloat16 else x
 
 
 def column(vector: Tensor, x: Tensor) -> Tensor:
@@ -43,10 +49,10 @@ def unpack_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 def pre_activation(x: Tensor, a: Tensor, b: Tensor, residual: Residual) -> Tensor:
     """Returns z = a·x + b + residual."""
-    z = column(a, x) * x + column(b, x)
+    z = column(a, x) * x.to(torch.float32) + column(b, x)
     if isinstance(residual, QTensor):
         return z + residual.values.to(torch.float32) * residual.scale
-    return z if residual is None else z + residual
+    return z if residual is None else z + residual.to(torch.float32)
 
 
 @torch.no_grad()
@@ -93,10 +99,10 @@ def norm_step(low: Tensor, high: Tensor, centre: Tensor) -> Tensor:
 def pack_norm(x: Tensor, keep: str, extremes: Extremes | None) -> Kept:
     """Returns x as bfloat16, or as int8 around the mean of each channel."""
     if extremes is None:
-        return x.to(torch.bfloat16)
+        return to_bfloat16(x)
     low, high, centre = extremes
     step = norm_step(low, high, centre)
-    y = (x - column(centre, x)) * column(inverse(step), x)
+    y = (x.to(torch.float32) - column(centre, x)) * column(inverse(step), x)
     values = torch.empty_like(x, dtype=torch.int8)
     return values.copy_(torch.where(torch.isnan(y), 0.0, y.clamp(-QMAX, QMAX).round())), step, centre
 
@@ -110,10 +116,11 @@ def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: 
     if wants.int8 and not is_known:
         peak = normalize_peak(x, a, b, residual, activation)
     made = Normalized()
-    if any(wants):
+    if any(wants[:4]):
         clip = peak if wants.int8 else None
         extremes = (stats[2], stats[3], mean.float()) if wants.keep == "int8" else None
         made = normalize(x, a, b, residual, activation, clip, wants.float, wants.mask, wants.keep, extremes, None)
+        made = made if made.output is None else made._replace(output=stored_as(made.output, wants.output))
     return made._replace(norm=NormState(a, b, mean, invstd, peak if is_known or wants.int8 else None))
 
 
@@ -142,5 +149,5 @@ def conv_normalize_batch(
     wants: Wants,
 ) -> tuple[Tensor, Normalized]:
     """Returns the output of a convolution, channels last, and `normalize_batch` of it."""
-    y = channels_last(product(call, *operands))
+    y = stored_as(channels_last(product(call, *operands)), wants.y)
     return y, normalize_batch(y, norm, residual, activation, wants)

@@ -194,8 +194,10 @@ def channel_stats(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = rows.double()
     total, squares = ordered_sum(wide), ordered_sum(wide * wide)
     if rows.shape[0] == 0:
-        return total, squares, x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
-    return total, squares, rows.amin(0) + 0.0, rows.amax(0) + 0.0  # adding +0 converts -0 to +0
+        nothing = total.to(torch.float32)
+        return total, squares, nothing, nothing.clone()
+    low, high = rows.amin(0).to(torch.float32), rows.amax(0).to(torch.float32)
+    return total, squares, low + 0.0, high + 0.0  # adding +0 converts -0 to +0
 
 
 def tail_count_pair(x: Tensor, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:

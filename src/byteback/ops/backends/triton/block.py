@@ -10,6 +10,7 @@ from torch import Tensor
 
 from byteback.ops.activations import TABLE
 from byteback.ops.backends import reference
+from byteback.ops.backends.reference.block import stored_as
 from byteback.ops.backends.triton import products
 from byteback.ops.backends.triton.kernels import norm as kernels
 from byteback.ops.backends.triton.launch import blocks, fits, launch, power_of_two
@@ -77,9 +78,14 @@ def _pass(
     return scale, counts
 
 
+def _is_rounded(x: Tensor, residual: Residual) -> bool:
+    """Whether the stream of the recipe is bfloat16. The kernels read float32, so the reference runs these passes."""
+    return torch.bfloat16 in (x.dtype, getattr(residual, "dtype", None))
+
+
 @torch.no_grad()
 def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
-    if not fits(x) or TABLE[activation].is_smooth:
+    if not fits(x) or TABLE[activation].is_smooth or _is_rounded(x, residual):
         return reference.normalize_peak(x, a, b, residual, activation)
     peak = torch.zeros((), dtype=torch.int32, device=x.device)
     _pass(x, a, b, residual, activation, peak=peak)
@@ -101,7 +107,8 @@ def normalize(
     into: Into | None,
 ) -> Normalized:
     places = (None, None, 0) if into is None else into
-    if not fits(x) or TABLE[activation].is_smooth or places[2] * x.numel() // max(x.shape[1], 1) >= 2**31:
+    is_plain = fits(x) and not TABLE[activation].is_smooth and not _is_rounded(x, residual)
+    if not is_plain or places[2] * x.numel() // max(x.shape[1], 1) >= 2**31:
         return reference.normalize(x, a, b, residual, activation, clip, want_float, want_mask, keep, extremes, into)
     output = values = mask = packed = None
     if want_float:
@@ -147,13 +154,15 @@ def pack_norm(x: Tensor, keep: str, extremes: Extremes | None) -> Kept:
 
 @torch.no_grad()
 def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: str, wants: Wants) -> Normalized:
+    if _is_rounded(x, residual) or wants.output != torch.float32:
+        return reference.normalize_batch(x, norm, residual, activation, wants)
     is_known = residual is None and TABLE[activation].is_monotone
     stats, count = channel_stats(x), x.numel() // max(x.shape[1], 1)
     a, b, mean, invstd, peak = norm_coefficients(stats, count, norm, activation)
     if wants.int8 and not is_known:
         peak = normalize_peak(x, a, b, residual, activation)
     made = Normalized()
-    if any(wants):
+    if any(wants[:4]):
         clip = peak if wants.int8 else None
         extremes = (stats[2], stats[3], mean.float()) if wants.keep == "int8" else None
         made = normalize(x, a, b, residual, activation, clip, wants.float, wants.mask, wants.keep, extremes, None)
@@ -183,5 +192,5 @@ def conv_normalize_batch(
     activation: str,
     wants: Wants,
 ) -> tuple[Tensor, Normalized]:
-    y = channels_last(products.product(call, *operands))
+    y = stored_as(channels_last(products.product(call, *operands)), wants.y)
     return y, normalize_batch(y, norm, residual, activation, wants)

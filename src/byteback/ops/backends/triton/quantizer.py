@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from byteback.ops import refusals
 from byteback.ops.backends.reference.deferred import DeferredSteps
@@ -29,7 +30,7 @@ from byteback.ops.quantizer import DEVIATION, BlockGradient, Gradient, Moment, S
 from byteback.ops.refusals import scale_of
 from byteback.ops.types import QTensor
 
-_adopted: Counter[int] = Counter()
+_adopted = WeakTensorKeyDictionary()  # calls per slot of each quantizer, by its buffer `observed`
 
 
 class TritonSteps(DeferredSteps):
@@ -91,9 +92,9 @@ class TritonSteps(DeferredSteps):
         flags = search.schedule(state, settings, moment, 1)
         measures = False
         if moment.remember:
-            at = state.observed.data_ptr() + moment.slot
-            measures = _adopted[at] % settings.observe_every == 0
-            _adopted[at] += 1
+            calls = _adopted.setdefault(state.observed, Counter())
+            measures = calls[moment.slot] % settings.observe_every == 0
+            calls[moment.slot] += 1
         made = search.Made(q, clip, clip, flags, x if measures else None)
         return _finish(made, state, settings, moment)
 

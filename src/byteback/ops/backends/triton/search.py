@@ -70,7 +70,7 @@ def _coarse(lowest: float) -> list[float]:
 @functools.lru_cache(maxsize=256)
 def _list(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Returns up to 16 float64 numbers in device memory, filled up with 0."""
-    return torch.tensor((*values, *(0.0,) * (16 - len(values))), dtype=torch.float64).to(device)
+    return torch.tensor((*values, *(0.0,) * (16 - len(values))), dtype=torch.float64, device=device)
 
 
 class _Pass:

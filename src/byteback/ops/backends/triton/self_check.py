@@ -15,6 +15,7 @@ from byteback.ops.backends import reference, triton
 from byteback.ops.contract.layout import empty_like_product
 from byteback.ops.types import ProductCall
 
+_CPU = torch.device("cpu")
 _GEOMETRY = (2, 2), (1, 1), (1, 1), 1
 
 
@@ -25,7 +26,7 @@ def self_check(device: torch.device) -> str:
             found = [result.cpu() for result in run(triton, device)]
         except Exception as error:
             return f"{name} failed on it: {type(error).__name__}: {error}"
-        expected = run(reference, torch.device("cpu"))
+        expected = run(reference, _CPU)
         if not all(map(torch.equal, found, expected)):
             return f"{name} gives other bits on it than the reference"
     return ""
@@ -37,12 +38,16 @@ Case = Callable[[object, torch.device], list[Tensor]]
 def cases() -> Iterator[tuple[str, Case]]:
     """Returns the name of each check, and a function of a backend and a device that returns its results."""
     draw = torch.Generator().manual_seed(0)
-    x, g = (torch.randint(-127, 128, size, generator=draw).to(torch.int8) for size in ((18, 24, 7, 9), (18, 40, 4, 5)))
-    w = torch.randint(-127, 128, (40, 24, 3, 3), generator=draw).to(torch.int8)
+    x, g = (
+        torch.randint(-127, 128, size, generator=draw, device=_CPU).to(torch.int8) for size in ((18, 24, 7, 9), (18, 40, 4, 5))
+    )
+    w = torch.randint(-127, 128, (40, 24, 3, 3), generator=draw, device=_CPU).to(torch.int8)
     for kind, size, a, b in (("output", g.shape, x, w), ("grad_input", x.shape, g, w), ("grad_weight", w.shape, g, x)):
         yield kind, _product(kind, tuple(size), a, b)
-    floats = torch.randn(3, 20, 9, 9, generator=draw) * torch.exp(torch.randn(3, 20, 9, 9, generator=draw) * 3)
-    clip, key = floats.abs().amax().reshape(1, 1, 1, 1) * 0.5, torch.tensor([123456789, 987654321])
+    floats = torch.randn(3, 20, 9, 9, generator=draw, device=_CPU) * torch.exp(
+        torch.randn(3, 20, 9, 9, generator=draw, device=_CPU) * 3
+    )
+    clip, key = floats.abs().amax().reshape(1, 1, 1, 1) * 0.5, torch.tensor([123456789, 987654321], device=_CPU)
     yield "quantize", lambda backend, to: list(backend.quantize(floats.to(to), clip.to(to), key.to(to)))  # type: ignore[attr-defined]
     yield "moments", lambda backend, to: list(backend.moments(floats.to(to)))  # type: ignore[attr-defined]
     yield "channel_stats", lambda backend, to: list(backend.channel_stats(floats.to(to)))  # type: ignore[attr-defined]
