@@ -35,7 +35,7 @@ def mov(lanes: Lanes, made: Instruction) -> None:
         lanes.write(target[0], lanes.read(source[0], made.kind))
 
 
-@opcode(r"ld\.param\.[bu](32|64)")
+@opcode(r"ld\.param\.[ub](32|64)")
 def ld_param(lanes: Lanes, made: Instruction) -> None:
     value = lanes.parameters[made.name(1)[1:-1]] & ((1 << int(made.kind[1:])) - 1)
     lanes.write(made.name(0), np.full(lanes.count, value, unsigned(int(made.kind[1:]))))
