@@ -12,7 +12,7 @@ STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test fuzz sanitize check format clean distclean rebuild
+.PHONY: help setup demo test fuzz sanitize gpu-check check format clean distclean rebuild
 
 # The stamp is written last and holds the path of this checkout. So a set-up that was interrupted (no stamp), a checkout that
 # was moved or copied (another path: its environment would import the old place) and an environment whose interpreter has
@@ -23,7 +23,7 @@ $(STAMP): rebuild
 endif
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## create or refresh .venv
 	@:
@@ -41,6 +41,9 @@ fuzz: $(STAMP) ## 10,000 drawn cases of every operator against an oracle; ARGS='
 
 sanitize: $(STAMP) ## kernel and block tests under ASan and UBSan, kernels in many threads under TSan (a quarter of an hour)
 	PYTHONPATH=tests $(BIN)/python -m sanitize $(ARGS)
+
+gpu-check: $(STAMP) ## kernels of GPUs, without a GPU: compiled for every target, and run in Triton's interpreter (some minutes)
+	PYTHONPATH=tests $(BIN)/python -m gpu_check $(ARGS)
 
 CPP := $(shell find csrc tests/sanitize \( -name '*.h' -o -name '*.cpp' \))
 

@@ -7,6 +7,10 @@ table is empty in a test, unless the test is marked `float_table`.
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: tests run kernels of GPUs on CPU tensors
+
 import pytest
 from hypothesis import settings
 

@@ -54,6 +54,7 @@ LAZY = {
     **{"tables": {"rich"}, "torchvision_compat": {"torchvision"}, "models": {"torchvision"}},
     "export": {"onnx", "onnx_ir", "onnxruntime"},
 }
+KERNELS = "ops/backends/triton/kernels"  # imported when the first tensor of a GPU arrives, and Triton with them
 LONGEST_FILE = 400
 MAY_BE_LONGER = 0.1  # of all files: "most files", and one kernel may deserve more
 
@@ -200,6 +201,7 @@ def test_core_floors_import_torch_numpy_and_the_standard_library_only() -> None:
         for item in found_in(file):
             package = item.module.split(".")[0]
             lazily_fine = package in LAZY.get(room(file), set()) and not item.top_level
+            lazily_fine |= package == "triton" and KERNELS in file.as_posix()
             if package not in CORE_MAY_IMPORT and not lazily_fine:
                 offences.append(f"{where(file, item.line)}: imports {item.module}")
     assert not offences, "\n" + "\n".join(offences)

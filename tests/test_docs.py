@@ -38,6 +38,7 @@ NOT_PATHS = {
     "src/byteback/ops/x.py": "CONTRIBUTING: x stands for any room",
     "tests/ops/test_x.py": "CONTRIBUTING: x stands for any room",
     "config.toml": "docs/6-the-trainer.md: a run writes it",
+    "predictions.json": "docs/11-deploying.md: byteback predict writes it",
     "detections.json": "docs/7-detection.md: a detector's run writes it",
 }
 MADE_LATER = (".venv", "runs/", "dist/", "build/", "data/")  # by make, by a run, by a download

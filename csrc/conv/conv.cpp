@@ -29,6 +29,9 @@ const char* vector_output(Path path, const ConvShape& s, const s8* x, const s8* 
             return nonnegative ? "avx2/gemm_u8" : "avx2/gemm_s16";
         }
 #ifdef BYTEBACK_AVX512VNNI
+        case Algorithm::depthwise_vnni:
+            avx512vnni::depthwise_output(s, x, w, factor, y, threads, finish);
+            return "avx512vnni/depthwise";
         case Algorithm::gemm_vnni: avx512vnni::gemm_output(s, x, w, factor, y, threads, finish); return "avx512vnni/gemm_s8";
         case Algorithm::winograd_vnni:
             avx512vnni::winograd_output(s, x, w, factor, y, threads, finish);
@@ -63,7 +66,8 @@ constexpr s64 kCountedBytes = 8 << 20;    // of an output that does not wait in 
 constexpr s64 kTwoRowsBytes = 512 << 10;  // of an image: a depthwise kernel collects two rows of it
 
 bool gives_whole_rows(const ConvShape& s, Algorithm algorithm) {
-    if (algorithm == Algorithm::depthwise) return 2 * s.out[2] * s.out_channels * 4 <= kTwoRowsBytes;
+    if (algorithm == Algorithm::depthwise || algorithm == Algorithm::depthwise_vnni)
+        return 2 * s.out[2] * s.out_channels * 4 <= kTwoRowsBytes;
     return s.groups == 1 && (algorithm == Algorithm::gemm || algorithm == Algorithm::gemm_vnni);
 }
 
@@ -110,6 +114,9 @@ const char* vector_grad_input(Path path, const ConvShape& s, const s8* g, const 
         case Algorithm::winograd: avx2::winograd_grad_input(s, g, w, factor, dx, threads); return "avx2/winograd";
         case Algorithm::gemm: avx2::gemm_grad_input(s, g, w, factor, dx, threads, finish); return "avx2/gemm_s16";
 #ifdef BYTEBACK_AVX512VNNI
+        case Algorithm::depthwise_vnni:
+            avx512vnni::depthwise_grad_input(s, g, w, factor, dx, threads);
+            return "avx512vnni/depthwise";
         case Algorithm::gemm_vnni:
             avx512vnni::gemm_grad_input(s, g, w, factor, dx, threads, finish);
             return "avx512vnni/gemm_s8";
@@ -183,6 +190,9 @@ const char* conv_grad_weight(Path path, const ConvShape& s, const s8* g, const s
             return nonnegative ? "avx2/gemm_u8" : "avx2/gemm_s16";
         }
 #ifdef BYTEBACK_AVX512VNNI
+        case Algorithm::depthwise_vnni:
+            avx512vnni::depthwise_grad_weight(s, g, x, factor, dw, threads);
+            return "avx512vnni/depthwise";
         case Algorithm::gemm_vnni: avx512vnni::gemm_grad_weight(s, g, x, factor, dw, threads); return "avx512vnni/gemm_s8";
         case Algorithm::winograd_vnni:
             avx512vnni::winograd_grad_weight(s, g, x, factor, dw, threads);

@@ -9,6 +9,8 @@ namespace byteback {
 #ifdef BYTEBACK_AVX2
 namespace {
 
+constexpr s64 kDepthwiseVector = 32;  // channels of AVX-512's depthwise kernels; other numbers of them are left to AVX2's
+
 // A Winograd tile makes 4x4 pixels, of which small images throw some away. With AVX2 that leaves Winograd ahead of the matrix
 // product but for images of one or two pixels. With AVX-512 VNNI the matrix product is twice as fast; measured there, as times
 // of Winograd, by the part of the tiles that is used:
@@ -41,7 +43,9 @@ Plan make_plan(const ConvShape& shape, ProductKind kind, Path path) {
     if (path == Path::generic) return {Algorithm::direct, false, "the generic path has one algorithm, the textbook's"};
 #ifdef BYTEBACK_AVX2
     if (avx2::depthwise_fits(shape))
-        return {Algorithm::depthwise, false, "one input channel per output channel: memory traffic decides, not arithmetic"};
+        return {path == Path::avx512vnni && shape.in_channels % kDepthwiseVector == 0 ? Algorithm::depthwise_vnni
+                                                                                      : Algorithm::depthwise,
+                false, "one input channel per output channel: memory traffic decides, not arithmetic"};
     if (avx2::winograd_fits(shape) && winograd_pays(shape, kind, path))
         return {path == Path::avx512vnni ? Algorithm::winograd_vnni : Algorithm::winograd, false,
                 shape.kernel[0] == 1 ? "3x3 with stride 1: Winograd F(4x4,3x3) needs a quarter of the multiplications"
@@ -69,6 +73,7 @@ const char* name_of(Algorithm algorithm) {
         case Algorithm::winograd: return "winograd";
         case Algorithm::winograd_vnni: return "winograd_vnni";
         case Algorithm::depthwise: return "depthwise";
+        case Algorithm::depthwise_vnni: return "depthwise_vnni";
     }
     return "?";
 }

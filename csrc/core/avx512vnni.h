@@ -17,6 +17,13 @@ void winograd_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y,
 void winograd_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
 void winograd_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
 
+// One input channel per output channel (depthwise_avx512vnni.cpp). plan.cpp uses them for multiples of 32 channels.
+bool depthwise_fits(const ConvShape&);
+void depthwise_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads,
+                      const Epilogue* finish = nullptr);
+void depthwise_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
+void depthwise_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
+
 Report quantize(const Rows&, const f32* x, PerScale clip, Noise, s8* q, int threads);
 void channel_cosine_terms(const Rows&, const f32* x, CandidateClips, bool stochastic, f64* terms, int threads);
 void cosine_terms(const Rows&, const f32* x, CandidateClips, bool stochastic, f64* terms, int threads);

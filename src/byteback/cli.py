@@ -11,6 +11,7 @@ byteback bench step       times a training step of a network against PyTorch FP3
 byteback bench memory     measures the peak memory of training a network against PyTorch FP32, part by part
 byteback bench growth     the same ratios for several batch sizes and image sizes
 byteback bench inference  times the forward pass in eval mode against PyTorch FP32
+byteback bench roofline   estimates a training step on a GPU, layer by layer, beside bf16 and TF32
 byteback bench detect     times a training step of a detector, and the part of its network
 byteback bench kernels    times the three products of the layers of a network against PyTorch FP32
 byteback verify           compares every native path with the reference on this machine
@@ -36,7 +37,7 @@ def main() -> None:
         from rich.console import Console
 
         from byteback import __version__
-        from byteback.bench import detect, growth, inference, kernels, memory, step
+        from byteback.bench import detect, gpu_step, growth, inference, kernels, memory, roofline, step
         from byteback.inspect import doctor, verify
         from byteback.report_page import command as report
         from byteback.train import config_file, data, evaluate, export, listing, predict, side_by_side
@@ -63,9 +64,13 @@ def main() -> None:
         "recipes": (listing.RecipesConfig, listing.recipes),
         "models": (listing.ModelsConfig, listing.model_names),
         "bench kernels": (kernels.KernelsConfig, kernels.run),
-        "bench step": (step.StepConfig, step.run),
+        "bench step": (
+            step.StepConfig,
+            lambda config, console: (gpu_step if config.device != "cpu" else step).run(config, console),
+        ),
         "bench memory": (memory.MemoryConfig, memory.run),
         "bench growth": (growth.GrowthConfig, growth.run),
+        "bench roofline": (roofline.RooflineConfig, roofline.run),
         "bench inference": (inference.InferenceConfig, inference.run),
         "bench detect": (detect.DetectConfig, detect.run),
         "verify": (verify.VerifyConfig, verify.run),

@@ -38,7 +38,7 @@ def one() -> Tensor:
     return torch.full((1, 1, 1, 1), 0.37)
 
 
-@pytest.mark.parametrize("channels", [16, 48, 40], ids=lambda c: f"{c}_channels")  # the last is no multiple of 16
+@pytest.mark.parametrize("channels", [16, 48, 40, 32], ids=lambda c: f"{c}_channels")  # 40 is no multiple of 16
 @pytest.mark.parametrize("stride", [1, 2], ids=["stride_1", "stride_2"])
 def test_borders_of_small_images(oracle: Any, channels: int, stride: int, restore_threads: None) -> None:
     for height, width, rows, columns in itertools.product((1, 2, 5, 6), (1, 2, 3, 4, 7), (0, 1, 2, 3), (0, 1, 3)):

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Depthwise convolutions (groups == C == K): there is no sum over channels, so a vector contains channels and no GEMM is used.
 //
-// The multiply is vpmaddwd: 8 channels, for each the sum of two products of int16, exact in int32. Its two products are two
-// rows: a *row pair* is the rows a and b of one image, widened to int16 and interleaved, with the zeros of the padding written
-// out. Its layout is [block of 8 channels][column][8 channels][a, b], 32 bytes per column, so a kernel reads a row with plain
-// loads, without shuffles, borders or channel tails. Pairs are made in one pass over the int8 input, and they stay in the
-// cache.
+// The multiply is vpmaddwd or vpdpwssd: 8 or 16 channels, for each the sum of two products of int16, exact in int32. Its two
+// products are two rows: a *row pair* is the rows a and b of one image, widened to int16 and interleaved, with the zeros of the
+// padding written out. Its layout is [block of channels][column][channels of the block][a, b], a vector per column, so a kernel
+// reads a row with plain loads, without shuffles, borders or channel tails. Pairs are made in one pass over the int8 input, and
+// they stay in the cache.
 //
 //   output, grad_input   Square kernels 3, 5, 7 with stride 1 or 2 and dilation 1 (any padding) run as a *stencil*: an output
 //                        tile (two rows; for grad_input with stride 2 a tile of 2x2 phases) reads the same row pairs, with a
-//                        weight for each of them and each pixel of the tile. Of these, 3x3 kernels over whole groups of 16
+//                        weight for each of them and each pixel of the tile. Of these, 3x3 kernels over whole lanes of
 //                        channels need no row pairs (depthwise_direct.h). All others use the list of the taps that are inside
 //                        the image, for each pixel (depthwise_taps.h).
 //   grad_weight          Always uses row pairs, of g and of x: vpmaddwd sums over two rows, one accumulator per tap.

@@ -61,7 +61,7 @@ struct ThreadScratch;  // each thread its own
 // The factors of the channels of one sample as an array, zero beyond the last channel.
 void fill_factors(Factor factor, s64 n, s64 channels, f32* out) {
     for (s64 c = 0; c < channels; ++c) out[c] = factor.at(n, c);
-    for (s64 c = channels; c < round_up(channels, 16); ++c) out[c] = 0;
+    for (s64 c = channels; c < round_up(channels, kLane); ++c) out[c] = 0;
 }
 
 // What part of a row a pair covers: columns first .. first + columns - 1, of which 0 .. width - 1 exist.
@@ -85,7 +85,7 @@ struct Row {
 
 // The columns of the row that exist, from a block on; a null row is zeros, read by standing still.
 Row existing(const Span& span, const s8* row, s64 block) {
-    alignas(16) static constexpr s8 zeros[16] = {};
+    alignas(kLane) static constexpr s8 zeros[kLane] = {};
     if (!row) return {zeros, 0, 0};
     return {row + (span.first + span.begin()) * span.channels + block * kBlock, span.channels, kBlock};
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// grad_input of a depthwise 3x3 convolution with stride 2, 16 channels at a time, directly from the int8 gradient.
+// grad_input of a depthwise 3x3 convolution with stride 2, a lane (16 channels; 32 with 512 bits) at a time, directly from the
+// int8 gradient.
 //
 // With i' = i + padding, a destination row with even i' uses two gradient rows (taps 0 and 2 of g[i'/2] and g[i'/2 - 1]), and
 // one with odd i' uses one (tap 1 of g[(i' - 1)/2]). The same holds for columns. So the four destinations of block (a, b), i' =
@@ -21,7 +22,7 @@ struct Scatter {
     s64 from[2], to[2], padding[2];  // of the gradient, of the result
 };
 
-// [block of 16 channels][tap][channel]
+// [block of kLane channels][tap][channel]
 void pack_scatter(s64 channels, const s8* w, s16* packed) {
     for (s64 block = 0; block < channels; block += kLane, packed += 9 * kLane)
         for (s64 c = 0; c < kLane; ++c)

@@ -86,10 +86,10 @@ struct Stencil {
     static constexpr Index kIndex = make_index();
 };
 
-// The weight vectors of 8 channels. w points at the first of `channels` rows of taps.
+// The weight vectors of a block of channels. w points at the first of `channels` rows of taps.
 template <class S>
 void pack_stencil_block(const s8* w, s64 channels, s16* packed) {
-    alignas(16) s16 by_tap[S::kTaps + 1][kBlock] = {};  // the last row stays zero and stands for "no tap"
+    alignas(32) s16 by_tap[S::kTaps + 1][kBlock] = {};  // the last row stays zero and stands for "no tap"
     for (s64 c = 0; c < channels; ++c)
         for (int t = 0; t < S::kTaps; ++t) by_tap[t][c] = w[c * S::kTaps + t];
     const auto values = [&](int tap) { return by_tap[tap < 0 ? S::kTaps : tap]; };
@@ -190,7 +190,7 @@ public:
           destination_(destination), tiles_(ceil_div(im.to[1], Columns::kOuts)),
           streaming_(!finish && streams(im, destination)), memory_(scratch<ThreadScratch>(static_cast<size_t>(bytes()))),
           ring_(span_, memory_.take<s16>(PairRing<S>::kSlots * span_.size())),
-          factors_(memory_.take<f32>(round_up(im.channels, 16))), spare_(memory_.take<f32>(spare_size())),
+          factors_(memory_.take<f32>(round_up(im.channels, kLane))), spare_(memory_.take<f32>(spare_size())),
           own_(memory_.take<f32>(own_size())) {}
 
     void rows(s64 begin, s64 end) {
@@ -214,11 +214,11 @@ private:
     // Whether the result is too large to be in cache when it is read, and made of whole cache lines.
     static bool streams(const Images& im, const f32* destination) {
         const s64 bytes = im.frames * im.to[0] * im.to[1] * im.channels * static_cast<s64>(sizeof(f32));
-        return bytes >= kStreamBytes && im.channels % 16 == 0 && reinterpret_cast<uintptr_t>(destination) % 64 == 0;
+        return bytes >= kStreamBytes && im.channels % (2 * kBlock) == 0 && reinterpret_cast<uintptr_t>(destination) % 64 == 0;
     }
     s64 spare_size() const { return im_.to[1] * im_.channels; }
     s64 bytes() const {
-        return Carver::bytes<s16>(PairRing<S>::kSlots * span_.size()) + Carver::bytes<f32>(round_up(im_.channels, 16)) +
+        return Carver::bytes<s16>(PairRing<S>::kSlots * span_.size()) + Carver::bytes<f32>(round_up(im_.channels, kLane)) +
                Carver::bytes<f32>(spare_size()) + Carver::bytes<f32>(own_size());
     }
     s64 own_size() const { return finish_ ? Rows::kOuts * im_.to[1] * im_.channels : 0; }  // a row of tiles
@@ -267,7 +267,7 @@ private:
         return destination_ + ((frame * im_.to[0] + row) * im_.to[1] + column) * im_.channels + block * kBlock;
     }
 
-    // Two blocks are a cache line: a few pixels of them are staged, then written past the cache.
+    // Two blocks are whole cache lines: a few pixels of them are staged, then written past the cache.
     void stream_two_blocks(s64 frame, s64 tile_row, s64 block) const {
         constexpr s64 kChunk = 32, kLine = 2 * kBlock;
         alignas(64) f32 stage[Rows::kOuts][kChunk * Columns::kOuts * kLine];
@@ -287,7 +287,7 @@ private:
         }
     }
 
-    // Whole tiles of 8 channels go straight to the destination, a row below the image to a spare one.
+    // Whole tiles of a block go straight to the destination, a row below the image to a spare one.
     void store_block(s64 frame, s64 tile_row, s64 block) const {
         const s64 row = tile_row * Rows::kOuts, lanes = std::min(kBlock, im_.channels - block * kBlock);
         const s64 direct = lanes == kBlock ? im_.to[1] / Columns::kOuts : 0;
@@ -299,7 +299,7 @@ private:
 
     // A tile that reaches over the right edge or beyond the last channel.
     void store_part(s64 frame, s64 tile_row, s64 block, s64 tile, s64 lanes) const {
-        alignas(32) f32 stage[Rows::kOuts][Columns::kOuts][kBlock];
+        alignas(64) f32 stage[Rows::kOuts][Columns::kOuts][kBlock];
         f32* out[Rows::kOuts];
         for (int r = 0; r < Rows::kOuts; ++r) out[r] = stage[r][0];
         run(tile_row, block, tile, 1, out, kBlock);

@@ -73,7 +73,7 @@ void meet(const TapProduct& p, const s64 (&at)[3], const s8* source, const s16* 
     }
 }
 
-// 16 channels of a pixel. Two products fit int16 (2 * 127 * 127 = 32258), so taps are widened two at a time.
+// A lane of a pixel. Two products fit int16 (2 * 127 * 127 = 32258), so taps are widened two at a time.
 template <bool Whole>
 void tap_vector(const std::vector<Met>& met, s64 c, s64 lanes, const f32* factors, f32* out) {
     const auto product = [&](const Met& m) {

@@ -9,15 +9,15 @@
 // A Micro has the numbers
 //   kUnit, kBytes         depth of a step; bytes of a packed value (kUnit * kBytes is 4)
 //   kRows, kPanels        rows and panels of its largest block
-//   kExact                whether it computes only the rows and columns that a block asks for. If not, it computes kRows rows of
-//                         whole panels, and rows of A and of the sums up to there must exist
+//   kExact                whether it computes only the rows and columns that a block asks for. If not, it computes kRows rows
+//                         of whole panels, and rows of A and of the sums up to there must exist
 //   kOffset               added to A when packed, and taken off by the starts of the sums
 //   kDepth, kTileRows     depth of a block in gemm_product.h, rows of a tile in gemm_grad_weight.h, for the first-level cache
 //   kTileStep             rows of a tile are a multiple of it
 // and the functions
 //   pack_row_a, pack_row_b        n values of one row. May write up to 15 values past the end
-//   interleave_a, interleave_b    n values of kUnit rows, of which `readable` may be read: [value][row]. Every 16 values, the next
-//                                 ones go `sixteen` bytes on. May write up to 15 values past the end
+//   interleave_a, interleave_b    n values of kUnit rows, of which `readable` may be read: [value][row]. Every 16 values, the
+//                                 next ones go `sixteen` bytes on. May write up to 15 values past the end
 //   column_starts                 the starts of a panel
 //   multiply_sums, multiply_floats
 #pragma once
@@ -52,8 +52,8 @@ struct SumsTo {
 };
 
 // Sums times their factors go to rows[row][column...]; a row without a pointer goes nowhere. All have the first factor if they
-// do not vary. `stream` bypasses the caches: for results that are larger than the caches anyway, whose panels are whole and lie on
-// 64-byte boundaries.
+// do not vary. `stream` bypasses the caches: for results that are larger than the caches anyway, whose panels are whole and lie
+// on 64-byte boundaries.
 struct FloatsTo {
     f32* const* rows;
     s64 column;

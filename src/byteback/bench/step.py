@@ -61,6 +61,8 @@ class StepConfig:
     """Number of rounds of one step per side. Default: as many as fit into --seconds, but at least 5."""
     seconds: float = 20.0
     """Approximate duration of all rounds with one malloc setting."""
+    device: str = "cpu"
+    """cpu, or a GPU such as cuda or cuda:1. On a GPU only times are measured (docs/13-gpus.md)."""
     compile: bool = False
     """Also run FP32 and bf16 with torch.compile, and use the fastest."""
     explain: bool = False

@@ -14,6 +14,7 @@ import torch
 
 from byteback import tables
 from byteback.inspect import machine
+from byteback.ops.backends import gpu
 from byteback.ops.backends import paths as kernel_paths
 from byteback.ops.backends.cpu import library as native_library
 
@@ -53,6 +54,18 @@ def _peak_rows(peaks: dict[str, float]) -> list[list[str]]:
     return [[name, f"{gmacs:.0f}", f"{gmacs / fastest_float:.2f}x"] for name, gmacs in peaks.items()]
 
 
+def gpu_rows() -> list[list[str]]:
+    """Returns each GPU and what runs its operators."""
+    if not torch.cuda.is_available():
+        return [["none", f"PyTorch {torch.__version__} sees no GPU (docs/13-gpus.md: which are supported)"]]
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    states = [gpu.why_not(device) for device in devices]
+    return [
+        [f"{device} {torch.cuda.get_device_name(device)}", f"reference: {why}" if why else "triton, after its self-check"]
+        for device, why in zip(devices, states, strict=True)
+    ]
+
+
 def run(config: DoctorConfig, console: tables.Console, facts: Facts) -> None:
     """Runs the command."""
     model, flags = machine.cpu()
@@ -77,6 +90,8 @@ def run(config: DoctorConfig, console: tables.Console, facts: Facts) -> None:
     paths = [[path, kernel_paths.why_not(path) or "can run"] for path in reversed(kernel_paths.PATHS)]
     console.print()
     console.print(tables.build("Paths, fastest first", ["path", "state"], paths, left=2))
+    console.print()
+    console.print(tables.build("GPUs", ["device", "operators"], gpu_rows(), left=2))
     console.print()
     data_sets = [list(row) for row in facts.data_sets(config.data_path)]
     console.print(tables.build("Data sets", ["name", "where"], data_sets, left=2))

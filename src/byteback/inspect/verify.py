@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from byteback import ops, tables
+from byteback.inspect import verify_gpu
 from byteback.ops.backends import paths as kernel_paths
 
 
@@ -26,6 +27,8 @@ class VerifyConfig:
     """Number of random convolutions per path, in addition to the fixed ones."""
     seed: int = 0
     """Seed of the random convolutions."""
+    gpu: bool = False
+    """Compare the kernels of every GPU with the reference on the CPU instead."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ FIXED = [
     _plain(2, 32, 64, 15, 1, stride=2),
     _plain(2, 48, 48, 13, 3, groups=48),
     _plain(2, 48, 48, 13, 5, stride=2, groups=48),
+    _plain(2, 64, 64, 13, 3, groups=64),  # depthwise with whole vectors of 512 bits
+    _plain(1, 32, 32, 13, 3, stride=2, groups=32),
+    _plain(1, 32, 32, 13, 5, groups=32),
     _plain(2, 12, 18, 9, 3, groups=3),
     _plain(3, 2, 3, 220, 3),  # a gradient sum that does not fit into an int32
     _plain(2, 3, 16, 31, 7, stride=2),
@@ -178,6 +184,8 @@ def _flat(results: object) -> tuple[Tensor | None, ...]:
 
 def run(config: VerifyConfig, console: tables.Console) -> bool:
     """Runs the command. Returns True if every path agrees with the reference."""
+    if config.gpu:
+        return verify_gpu.run(config.cases, config.seed, console)
     paths = [path for path in kernel_paths.available() if path != "reference"]
     if not paths:
         console.print(f"No native path can run here ({kernel_paths.why_not('generic')}); all operators use the reference path.")

@@ -73,8 +73,8 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     seen: list[bool] = []
     original = SharedGradient.give
 
-    def give(self: SharedGradient, ctx: Any, grad: Tensor) -> Tensor | None:
-        result = original(self, ctx, grad)
+    def give(self: SharedGradient, ctx: Any, grad: Tensor, mask: Tensor | None = None) -> Tensor | None:
+        result = original(self, ctx, grad, mask)
         if len(self._readers) > 1:
             seen.append(result is None)
         assert all(state.waiting is not None for state in self._passes.values())

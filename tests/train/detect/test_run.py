@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 pytest.importorskip("pycocotools")
 pytest.importorskip("PIL")
 import byteback
 from byteback import torchvision_compat
 from byteback.nn import Int8Layer
-from byteback.train import tasks
+from byteback.train import export, predict, tasks
 from byteback.train.config import TrainConfig
 from byteback.train.detect import networks, run
 from byteback.train.files import read_lines
@@ -63,6 +64,20 @@ def test_a_tiny_run_ends_to_end(tmp_path: Path) -> None:
     assert again.returncode == 0 and "already finished" in again.stdout, again.stderr
     tested = command("eval", str(member / "last.pt"), cwd=tmp_path)
     assert tested.returncode == 0 and f"mAP {epoch['mAP']:.2%}" in tested.stdout, tested.stderr
+    _predicts(member, sorted(root.rglob("image0.png"))[0], tmp_path)
+
+
+def _predicts(member: Path, image: Path, folder: Path) -> None:
+    """A loaded detector finds what `byteback predict` says, draws and saves."""
+    predict.run(predict.PredictConfig(str(member), (str(image),), str(folder / "found"), least_score=0.0), Console(quiet=True))
+    model = byteback.load(member)
+    with torch.no_grad():
+        found = model([model.byteback.preprocess(image)])[0]
+    saved = json.loads((folder / "found" / predict.NAME).read_text())["predictions"][0]
+    assert len(saved["boxes"]) == len(found["boxes"]) and (folder / "found" / "image0-boxes.png").is_file()
+    assert {box["class"] for box in saved["boxes"]} <= {"disc", "square"} == set(model.byteback.classes)
+    with pytest.raises(ValueError, match=r"is a detector, and torch\.export stops"):
+        export.run(export.ExportConfig(str(member)), Console(quiet=True))
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@
 //   9 to 16   1 of 512 bits      up to 14
 //   1 to 8    1 of 256 bits      up to 14: half the work where a CPU splits 512-bit instructions
 //
-// A row costs a load that broadcasts 4 bytes of A, and a multiply for each vector of B. Every number of rows has its own code, so
-// no row is multiplied in vain: images of 7x7 or 14x14 pixels and 64 channels are no multiples of 14.
+// A row costs a load that broadcasts 4 bytes of A, and a multiply for each vector of B. Every number of rows has its own code,
+// so no row is multiplied in vain: images of 7x7 or 14x14 pixels and 64 channels are no multiples of 14.
 #pragma once
 
 // gcc 12 warns of registers that its own headers leave uninitialized on purpose.
@@ -70,7 +70,8 @@ __attribute__((always_inline)) inline void multiply_row(Vector* sums, const Vect
     if constexpr (kVectors > 1) multiply_add(sums[kRow * kVectors + 1], quad, b[1]);
 }
 
-// sums[row * kVectors + vector]. Whatever indexes them is a constant, from a pack and not from a loop, else gcc keeps them in memory.
+// sums[row * kVectors + vector]. Whatever indexes them is a constant, from a pack and not from a loop, else gcc keeps them in
+// memory.
 template <class Vector, int kVectors, int... kRow>
 __attribute__((always_inline)) inline void multiply_rows(std::integer_sequence<int, kRow...>, const GemmBlock& block,
                                                          Vector* sums) {

@@ -2,6 +2,7 @@
 """Chooses the backend that runs an operator on given tensors, once for each call. No other file decides this.
 
     device "meta"      meta: shapes only
+    a GPU              triton, if its kernels run there (gpu.py), else the reference
     another device     reference
     device "cpu"       the current path (paths.py): the reference, or the native library
 
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.ops.backends import meta, paths, reference
+from byteback.ops.backends import gpu, meta, paths, reference
 from byteback.ops.backends.cpu import detect, library
 from byteback.ops.backends.cpu.backend import Cpu
 
@@ -47,12 +48,12 @@ def backend_for(op: str, first: Tensor, *others: Tensor | None) -> Backend:
 
 def backend_of(x: Tensor) -> Backend:
     """Returns the backend of dense tensors on the device of x. x itself may be a subclass without storage."""
-    return _BY_PATH[_current()] if x.is_cpu else _BY_DEVICE.get(x.device.type, reference)
+    return _BY_PATH[_current()] if x.is_cpu else _of_device(x.device)
 
 
 def runs_blocks(x: Tensor) -> bool:
     """Whether fused blocks run on the device of x. With the reference they would be slower than single layers."""
-    return x.is_cpu or x.device.type in _BY_DEVICE
+    return x.is_cpu or _of_device(x.device) is not reference
 
 
 def detection_of(*tensors: Tensor) -> Any:
@@ -69,7 +70,17 @@ def _elsewhere(op: str, tensors: tuple[Tensor | None, ...]) -> Backend:
     same_device(op, tensors)
     first = tensors[0]
     assert first is not None
-    return _BY_DEVICE.get(first.device.type, reference)
+    if first.device.type in _BY_DEVICE:
+        return _BY_DEVICE[first.device.type]
+    unreadable = not first.numel() or any(tensor is not None and tensor.is_neg() for tensor in tensors)
+    return reference if first.is_cpu or unreadable else _of_device(first.device)
+
+
+def _of_device(device: Any) -> Backend:
+    """Returns the backend of a device other than the CPU. A GPU also runs on the reference if that path is chosen."""
+    if device.type in _BY_DEVICE:
+        return _BY_DEVICE[device.type]
+    return reference if paths.is_chosen() and _current() == "reference" else gpu.backend(device)
 
 
 def same_device(op: str, arguments: Iterable[Any]) -> None:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward passes of a fused block: the arithmetic of a norm per channel, then activation(a·x + b + residual).
+
+x is (ROWS, C), dense. Every float operation rounds once, in the order of reference/block.py and reference/norm.py.
+"""
+
+import triton
+import triton.language as tl
+
+from byteback.ops.backends.triton.kernels.rounding import (
+    clamped,
+    count_bad,
+    nearest,
+    raise_peak,
+    scale_of,
+    size_bits,
+    to_int8,
+)
+
+
+@triton.jit
+def affine(invstd, centre, gamma, beta, c, ok, GAMMA: tl.constexpr, BETA: tl.constexpr):
+    """Returns a = gamma · invstd and b = beta - centre · a, each rounded to float32 once."""
+    wide = invstd
+    if GAMMA:
+        wide = tl.load(gamma + c, mask=ok, other=1.0).to(tl.float64) * invstd
+    a = wide.to(tl.float32)
+    shift = centre * a.to(tl.float64)
+    if BETA:
+        b = (tl.load(beta + c, mask=ok, other=0.0).to(tl.float64) - shift).to(tl.float32)
+    else:
+        b = (-shift).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def bounded(z, FLOOR: tl.constexpr, CEILING: tl.constexpr):
+    """Returns relu (FLOOR) or relu6 (CEILING) of z. NaN stays NaN."""
+    if FLOOR:
+        z = tl.where(z <= 0.0, 0.0, z)
+    if CEILING:
+        z = tl.where(z > 6.0, 6.0, z)
+    return z
+
+
+@triton.jit
+def coefficients(
+    total, squares, low, high, gamma, beta, bias, mean_, var_, eps, out_a, out_b, out_mean, out_invstd, peak,
+    COUNT, UNBIASED, KEEP, ADD, C,
+    GAMMA: tl.constexpr, BETA: tl.constexpr, BIAS: tl.constexpr, RUNNING: tl.constexpr,
+    FLOOR: tl.constexpr, CEILING: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """a, b, mean, invstd and max|activation| of a norm from its sums; updates the running statistics.
+
+    COUNT and UNBIASED (count / (count - 1)) are float64 numbers in memory, KEEP and ADD are 1 - momentum and momentum.
+    """
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    ok = c < C
+    count = tl.load(COUNT + c * 0)
+    mean = tl.load(total + c, mask=ok, other=0.0) / count
+    var = tl.load(squares + c, mask=ok, other=0.0) / count - mean * mean
+    var = tl.where(var < 0.0, 0.0, var)
+    if RUNNING:
+        seen = mean
+        if BIAS:
+            seen = mean + tl.load(bias + c, mask=ok, other=0.0).to(tl.float64)
+        unbiased = (var * tl.load(UNBIASED + c * 0)).to(tl.float32)
+        before = tl.load(mean_ + c, mask=ok, other=0.0)
+        tl.store(mean_ + c, before * KEEP + seen.to(tl.float32) * ADD, mask=ok)
+        before = tl.load(var_ + c, mask=ok, other=0.0)
+        tl.store(var_ + c, before * KEEP + unbiased * ADD, mask=ok)
+    invstd = (tl.zeros_like(var) + 1.0) / tl.sqrt(var + tl.load(eps + c * 0))
+    a, b = affine(invstd, mean, gamma, beta, c, ok, GAMMA, BETA)
+    tl.store(out_a + c, a, mask=ok)
+    tl.store(out_b + c, b, mask=ok)
+    tl.store(out_mean + c, mean, mask=ok)
+    tl.store(out_invstd + c, invstd, mask=ok)
+    lowest = bounded(tl.load(low + c, mask=ok, other=0.0) * a + b, FLOOR, CEILING)
+    highest = bounded(tl.load(high + c, mask=ok, other=0.0) * a + b, FLOOR, CEILING)
+    bits = tl.maximum(size_bits(lowest), size_bits(highest))
+    tl.atomic_max(peak, tl.max(tl.where(ok, bits, 0), 0), sem="relaxed")
+
+
+@triton.jit
+def normalize(
+    x, a, b, residual, residual_scale, clip, q, scale, out, mask, counts, peak, kept, centre, step_of,
+    ROWS, C, PITCH, MASK_PITCH,
+    RESIDUAL: tl.constexpr, FLOOR: tl.constexpr, CEILING: tl.constexpr,
+    INT8: tl.constexpr, FLOAT: tl.constexpr, MASK: tl.constexpr, PEAK: tl.constexpr, KEEP: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """One pass. RESIDUAL: 0 none, 1 float32, 2 int8 with one scale. PITCH is the distance of pixels in q and out."""
+    row = tl.program_id(0) * BR + tl.arange(0, BR)[:, None]
+    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    ok = (row < ROWS) & (c < C)
+    at = row * C + c
+    v = tl.load(x + at, mask=ok, other=0.0)
+    z = tl.load(a + c, mask=c < C, other=0.0) * v + tl.load(b + c, mask=c < C, other=0.0)
+    if RESIDUAL == 1:
+        z = z + tl.load(residual + at, mask=ok, other=0.0)
+    if RESIDUAL == 2:
+        z = z + tl.load(residual + at, mask=ok, other=0).to(tl.float32) * tl.load(residual_scale)
+    y = bounded(z, FLOOR, CEILING)
+    to = row * PITCH + c
+    if PEAK:
+        raise_peak(y, ok, peak)
+    if FLOAT:
+        tl.store(out + to, y, mask=ok)
+    if INT8:
+        limit = tl.load(clip + c * 0)
+        tl.store(scale + c * 0, scale_of(limit), mask=(c == 0) & (tl.program_id(0) == 0))
+        tl.store(q + to, to_int8(y, limit, counts, row, c, C, False), mask=ok)
+        count_bad(y, limit, ok, counts)
+    if MASK:
+        on = ok
+        if FLOOR:
+            on = on & (z > 0.0)
+        if CEILING:
+            on = on & (z < 6.0)
+        bit = tl.reshape(on.to(tl.int32), (BR, BC // 8, 8)) << tl.arange(0, 8)[None, None, :]
+        byte = tl.program_id(1) * (BC // 8) + tl.arange(0, BC // 8)[None, :]
+        inside = (row < ROWS) & (byte < MASK_PITCH)
+        tl.store(mask + row * MASK_PITCH + byte, tl.sum(bit, 2).to(tl.uint8), mask=inside)
+    if KEEP:
+        step = tl.load(step_of + c, mask=c < C, other=1.0)
+        away = (v - tl.load(centre + c, mask=c < C, other=0.0)) * tl.div_rn(tl.zeros_like(step) + 1.0, step)
+        tl.store(kept + at, tl.where(away != away, 0.0, nearest(clamped(away))).to(tl.int8), mask=ok)
+
+
+@triton.jit
+def keep_step(low, high, centre, step, C, BC: tl.constexpr):
+    """The int8 step of each channel for the saved input of a norm (reference/block.py: norm_step)."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    mid = tl.load(centre + c, mask=c < C, other=0.0)
+    below = tl.abs(tl.load(low + c, mask=c < C, other=0.0) - mid)
+    above = tl.abs(tl.load(high + c, mask=c < C, other=0.0) - mid)
+    reach = tl.where((below > above) | (below != below), below, above)
+    tl.store(step + c, scale_of(reach), mask=c < C)

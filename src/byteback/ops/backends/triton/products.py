@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The integer products on a GPU. Convolutions in one and two dimensions are three-dimensional ones with axes of size 1.
+
+The reference runs empty tensors, tensors with 2^31 or more elements, and sums of more than 133,144 products in output and
+grad_input, which int32 may not hold. (grad_weight adds its slices in int64.)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from byteback.ops.backends import reference
+from byteback.ops.backends.triton import tiles
+from byteback.ops.backends.triton.kernels import conv_grad_input, conv_grad_weight, conv_output, depthwise
+from byteback.ops.backends.triton.launch import blocks, fits, launch, power_of_two
+from byteback.ops.contract.limits import MAX_INT32_DEPTH
+from byteback.ops.contract.scale_rule import combine_scales
+from byteback.ops.types import ProductCall
+
+_G = conv_grad_weight.GROUP
+
+
+class Plan(NamedTuple):
+    """What kernels need of a call: sizes (N, D, H, W), channels, (OD, OH, OW), stride, padding and dilation, taps (T, R, S)."""
+
+    image: tuple[int, int, int, int]
+    c: int
+    k: int
+    groups: int
+    out: tuple[int, int, int]
+    steps: tuple[int, ...]  # stride, padding, dilation: three numbers each
+    taps: tuple[int, int, int]
+    depthwise: bool
+    strides: tuple[int, int, int]  # of the result: axis 0, axis 1, and from pixel (or tap) to pixel
+    reference: bool  # the sum is too long for int32
+
+    def constants(self) -> dict[str, int]:
+        return dict(zip("TRS", self.taps, strict=True))
+
+    def tap_count(self) -> int:
+        return math.prod(self.taps)
+
+
+def _three(values: Any, fill: int) -> tuple[int, ...]:
+    """Returns the numbers of up to three spatial axes as those of three.
+
+    >>> _three([5, 7], 1)
+    (1, 5, 7)
+    """
+    return (fill,) * (3 - len(values)) + tuple(values)
+
+
+def product_plan(call: ProductCall, a: Tensor, b: Tensor) -> Plan:
+    stride, padding, dilation, groups = call.geometry
+    n, c = call.x_size[:2]
+    k, taps = call.w_size[0], _three(call.w_size[2:], 1)
+    sums = {"output": c // groups, "grad_input": k // groups}.get(call.kind, 0) * math.prod(taps)
+    return Plan(
+        (n, *_three(call.x_size[2:], 1)),  # type: ignore[arg-type]
+        c,
+        k,
+        groups,
+        _three(call.out_size[2:], 1),  # type: ignore[arg-type]
+        (*_three(stride, 1), *_three(padding, 0), *_three(dilation, 1)),
+        taps,  # type: ignore[arg-type]
+        groups == c == k,
+        (call.strides[0], call.strides[1], call.strides[-1]),
+        sums > MAX_INT32_DEPTH,
+    )
+
+
+@torch.no_grad()
+def product(call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    plan: Plan = call.plan
+    result = torch.empty_strided(call.size, call.strides, dtype=torch.float32, device=a.device)
+    if plan.reference or not fits(a, b, result):
+        return reference.product(call, a, a_scale, b, b_scale)
+    factor = combine_scales(call.kind, a_scale, b_scale, call.groups, call.channels).contiguous()
+    scaled = factor, *(factor.stride(axis) if factor.shape[axis] > 1 else 0 for axis in (0, 1))
+    _RUN[call.kind](plan, a, b, result, scaled)
+    return result
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Returns (N, C, ...) stored densely as (N, ..., C)."""
+    return x.movedim(1, -1).contiguous()
+
+
+Scaled = tuple[Tensor, int, int]
+"""The factor of the result, and its strides along axes 0 and 1."""
+
+
+def _output(plan: Plan, x: Tensor, w: Tensor, y: Tensor, scaled: Scaled) -> None:
+    factor, f0, f1 = scaled
+    n, *_ = plan.image
+    rows = n * math.prod(plan.out)
+    y0, y1, pixel = plan.strides
+    where = (y0, pixel, y1, f0, f1)
+    if plan.depthwise:
+        taps = w.reshape(plan.c, -1).t().contiguous()
+        tensors = rows_of(x), taps, y, factor
+        _depthwise(depthwise.output, plan, rows, tensors, where)
+        return
+    cg, kg = plan.c // plan.groups, plan.k // plan.groups
+    tile = tiles.choose(rows, kg, cg, tiles.multiprocessors(x.device))
+    launch(
+        conv_output.conv_output,
+        (blocks(rows, tile.rows) * blocks(kg, tile.columns), plan.groups),
+        *(rows_of(x), rows_of(w), y, factor),
+        *(*plan.image, plan.c, kg, cg, *plan.out, *plan.steps, *where),
+        **plan.constants(),
+        **_tile(tile),
+        GROUP=8,
+    )
+
+
+def _grad_input(plan: Plan, g: Tensor, w: Tensor, dx: Tensor, scaled: Scaled) -> None:
+    factor, f0, f1 = scaled
+    n, d, h, width = plan.image
+    x0, x1, pixel = plan.strides
+    where = (x0, pixel, x1, f0, f1)
+    if plan.depthwise:
+        tensors = rows_of(g), w.reshape(plan.c, -1).t().contiguous(), dx, factor
+        _depthwise(depthwise.grad_input, plan, n * d * h * width, tensors, where)
+        return
+    groups, (stride, dilation) = plan.groups, (plan.steps[:3], plan.steps[6:])
+    cg, kg = plan.c // groups, plan.k // groups
+    common = [math.gcd(s, step) for s, step in zip(stride, dilation, strict=True)]
+    apart = [s // one for s, one in zip(stride, common, strict=True)]
+    back = [step // one for step, one in zip(dilation, common, strict=True)]
+    phases = math.prod(stride)
+    rows = n * math.prod(blocks(size, s) for size, s in zip((d, h, width), stride, strict=True))  # of the largest phase
+    tile = tiles.choose(rows * phases, cg, kg, tiles.multiprocessors(g.device))
+    turned = w.reshape(groups, kg, cg, -1).permute(0, 2, 3, 1).contiguous()
+    launch(
+        conv_grad_input.conv_grad_input,
+        (blocks(rows, tile.rows), blocks(cg, tile.columns) * groups, phases),
+        *(rows_of(g), turned, dx, factor),
+        *(*plan.image, plan.k, cg, kg, *plan.out, *plan.steps, *apart, *back, *where),
+        **plan.constants(),
+        **_tile(tile),
+    )
+
+
+def _grad_weight(plan: Plan, g: Tensor, x: Tensor, dw: Tensor, scaled: Scaled) -> None:
+    pixels, taps = math.prod(plan.out), plan.tap_count()
+    n, cg, kg = plan.image[0], plan.c // plan.groups, plan.k // plan.groups
+    processors = tiles.multiprocessors(g.device)
+    if plan.depthwise:
+        channels = power_of_two(plan.c, 16, 64)
+        per, slices = _sliced(n * pixels, 64, blocks(plan.c, channels) * taps, processors, 1)
+        part = torch.empty((slices, plan.c, taps), dtype=torch.int32, device=g.device)
+        arguments = (*plan.image, plan.c, *plan.out, *plan.steps, per)
+        grid = blocks(plan.c, channels), taps, slices
+        tensors = rows_of(g), rows_of(x), part
+        launch(depthwise.grad_weight, grid, *tensors, *arguments, **plan.constants(), BP=64, BC=channels)
+    else:
+        tile = tiles.choose(kg, cg, 64, 1)._replace(depth=64)
+        grid_k, grid_c = blocks(kg, tile.rows) * plan.groups, blocks(cg, tile.columns) * taps
+        packed = blocks(n, _G)
+        per, slices = _sliced(packed * pixels, tile.depth // _G, grid_k * grid_c, processors, _G)
+        part = torch.empty((slices, plan.k, taps, cg), dtype=torch.int32, device=g.device)
+        arguments = (packed, *plan.image[1:], plan.c, plan.k, cg, kg, *plan.out, *plan.steps, per)
+        tensors = pack(g), pack(x), part
+        grid = grid_k, grid_c, slices
+        launch(conv_grad_weight.grad_weight, grid, *tensors, *arguments, **plan.constants(), **_tile(tile), G=_G)
+    factor, f0, f1 = scaled
+    w0, w1, tap = plan.strides
+    total = plan.k * taps * cg
+    where = (part.shape[0], total, taps, cg, w0, tap, w1, f0, f1)
+    launch(conv_grad_weight.finish, (blocks(total, 256),), part, dw, factor, *where, B=256)
+
+
+def _sliced(steps: int, least: int, programs: int, processors: int, terms: int) -> tuple[int, int]:
+    """Returns the length and the number of slices of a sum over `steps` groups of `terms` products.
+
+    There are enough slices for four programs on each multiprocessor, but each is at least eight blocks long. None adds more
+    than 133,144 products.
+    """
+    wanted = max(1, min(blocks(4 * processors, programs), steps // (8 * least)))
+    most = MAX_INT32_DEPTH // terms // least * least
+    per = min(blocks(blocks(steps, wanted), least) * least, most)
+    return per, blocks(steps, per)
+
+
+def pack(x: Tensor) -> Tensor:
+    """Returns int8 (N, C, ...) packed by 16 images: (N/16, pixels, C, 16). A copy made by `quantize` is used again."""
+    n, c = x.shape[:2]
+    pixels = x.numel() // (n * c)
+    channels = power_of_two(c, 16, 64)
+    packed = torch.empty((blocks(n, _G), pixels, c, _G), dtype=torch.int8, device=x.device)
+    grid = blocks(pixels, 4), blocks(c, channels), packed.shape[0]
+    launch(conv_grad_weight.pack, grid, rows_of(x), packed, n, pixels, c, G=_G, BP=4, BC=channels)
+    return packed
+
+
+def _depthwise(kernel: Any, plan: Plan, rows: int, tensors: tuple[Tensor, ...], where: tuple[int, ...]) -> None:
+    channels = power_of_two(plan.c, 16, 64)
+    grid = blocks(rows, 32), blocks(plan.c, channels)
+    arguments = (*plan.image, plan.c, *plan.out, *plan.steps, *where)
+    launch(kernel, grid, *tensors, *arguments, **plan.constants(), BP=32, BC=channels)
+
+
+def _tile(tile: tiles.Tile) -> dict[str, int]:
+    return {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "warps": tile.warps, "stages": tile.stages}
+
+
+_RUN: dict[str, Any] = {"output": _output, "grad_input": _grad_input, "grad_weight": _grad_weight}
+
+
+@torch.no_grad()
+def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """A convolution of M images of one pixel with a kernel of one tap."""
+    (m, depth), n = a.shape, b.shape[1]
+    result = a.new_empty((m, n), dtype=torch.float32)
+    if depth > MAX_INT32_DEPTH or not fits(a, b, result):
+        return reference.matmul_int8(a, a_scale, b, b_scale)
+    factor = (a_scale * b_scale).contiguous()
+    steps = (1, 1, 1, 0, 0, 0, 1, 1, 1)
+    plan = Plan((m, 1, 1, 1), depth, n, 1, (1, 1, 1), steps, (1, 1, 1), False, (n, 1, n), False)
+    strides = (factor.stride(axis) if factor.shape[axis] > 1 else 0 for axis in (0, 1))
+    _output(plan, a, b.t(), result, (factor, *strides))  # type: ignore[arg-type]
+    return result
+
+
+def explain(plan: Plan, kind: str, device: torch.device) -> str:
+    """Returns which kernel and tile run a product, and why."""
+    if plan.reference:
+        return f"reference: the sum is longer than {MAX_INT32_DEPTH} products, which int32 may not hold"
+    if plan.depthwise:
+        return "triton/depthwise: one channel per group, too little for tensor cores"
+    cg, kg = plan.c // plan.groups, plan.k // plan.groups
+    rows = plan.image[0] * math.prod(plan.out if kind == "output" else plan.image[1:])
+    if kind == "grad_weight":
+        return f"triton/packed, tile {tiles.choose(kg, cg, 64, 1).why}"
+    size, columns, depth = (rows, kg, cg) if kind == "output" else (rows, cg, kg)
+    return f"triton/implicit, tile {tiles.choose(size, columns, depth, tiles.multiprocessors(device)).why}"

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The passes of a fused block and max-pooling in Triton's interpreter: equal to the reference, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from byteback.ops.backends import reference, triton
+from byteback.ops.types import BatchNorm, GradientParts, QTensor, Wants, Window
+from same_bits import assert_same_bits, drawn, integers
+
+SHAPE = (3, 11, 5, 4)
+KEY = torch.tensor([123456789, 987654321])
+
+
+def norm(bias: bool) -> BatchNorm:
+    draw, c = torch.Generator().manual_seed(1), SHAPE[1]
+    gamma, beta, shift = (torch.randn(c, generator=draw) for _ in range(3))
+    return BatchNorm(gamma, beta, shift if bias else None, 1e-5, (torch.zeros(c), torch.ones(c)), 0.1)
+
+
+def residual(kind: str, draw: torch.Generator) -> Tensor | QTensor | None:
+    if kind == "int8":
+        values = integers(SHAPE, draw).contiguous(memory_format=torch.channels_last)
+        return QTensor(values, torch.tensor([0.01]))
+    return drawn(SHAPE, draw) if kind == "float" else None
+
+
+@pytest.mark.parametrize(
+    ("activation", "added", "keep"),
+    [
+        pytest.param("none", "int8", None, marks=pytest.mark.slow),
+        ("relu", "float", "int8"),
+        pytest.param("relu", "no", "bfloat16", marks=pytest.mark.slow),
+        ("relu6", "no", None),
+    ],
+)
+def test_the_passes_of_a_block_equal_the_reference(activation: str, added: str, keep: str | None) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, g, plus = drawn(SHAPE, draw), drawn(SHAPE, draw), residual(added, draw)
+    own, other, wants = norm(keep is None), norm(keep is None), Wants(True, True, True, keep)
+    expected = reference.normalize_batch(x, other, plus, activation, wants)
+    assert_same_bits(triton.normalize_batch(x, own, plus, activation, wants), expected)
+    assert_same_bits(own.running, other.running)
+
+    state, kept = expected.norm, x if expected.kept is None else expected.kept
+    assert state is not None
+    for mask in (expected.mask, None) if plus is None else (expected.mask,):
+        arguments = (g, kept, state.a, state.b, mask, activation, state.mean, state.invstd, 1e-5, True, True)
+        gradient = reference.normalize_grad_batch(*arguments)
+        assert_same_bits(triton.normalize_grad_batch(*arguments), gradient)
+        parts = GradientParts(g, kept, state.a, state.b, mask, activation, state.a, gradient.q, gradient.r)
+        assert_same_bits(triton.normalize_grad(parts), reference.normalize_grad(parts))
+        peak = reference.absmax(reference.normalize_grad(parts), 1)
+        for name, rest in (
+            ("normalize_grad_quantize", (peak.amax() * 0.5, KEY)),
+            ("normalize_grad_quantize_pair", (peak.amax() * 0.5, peak * 0.7, KEY)),
+            ("normalize_grad_quantize_by_ratio", (0.6, None)),
+            ("normalize_grad_tails", (peak.reshape(-1) * 0.5, peak.amax() * 0.3)),
+        ):
+            assert_same_bits(getattr(triton, name)(parts, *rest), getattr(reference, name)(parts, *rest))
+
+
+@pytest.mark.parametrize("window", [Window((3, 3), (2, 2), (1, 1), (1, 1)), Window((2, 3), (1, 2), (0, 1), (2, 1), True)])
+def test_max_pool_equals_the_reference(window: Window) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = drawn((2, 7, 9, 8), draw, bad=True)
+    expected = reference.max_pool(x, window)
+    assert_same_bits(triton.max_pool(x, window), expected)
+    g = drawn(tuple(expected[0].shape), draw)
+    found = triton.max_pool_grad(g, expected[1], x.shape, window)
+    assert_same_bits(found, reference.max_pool_grad(g, expected[1], x.shape, window))
