@@ -82,6 +82,10 @@ def other_images() -> dict[str, Any]:
     return train(*FOLDER, "--data", "folder:fewer", "--output-dir", "../run-images")
 
 
+def other_settings() -> dict[str, Any]:
+    return train(*DIGITS, "--lr", "0.2" if SECOND else "0.1", "--recipe", "plain-int8", "--output-dir", "../run-settings")
+
+
 def no_shared_folder() -> dict[str, Any]:
     with mock.patch.object(setup, "_PATIENCE", 0.2):
         return train(*DIGITS, "--recipe", "plain-int8", "--output-dir", "own")
@@ -89,6 +93,13 @@ def no_shared_folder() -> dict[str, Any]:
 
 def a_run_is_there() -> dict[str, Any]:
     return train(*DIGITS, "--recipe", "plain-int8", "--output-dir", "../there")
+
+
+# ---- nothing bad ----
+
+
+def whole_run() -> dict[str, Any]:
+    return train(*SMALL, "--epochs", "2", "--batch-size", "60", "--recipe", "unified-int8", "--output-dir", "../whole")
 
 
 # ---- images ----
@@ -165,8 +176,10 @@ def video() -> dict[str, Any]:
 
 SETS = {
     "days": (
+        whole_run,
         other_code,
         other_images,
+        other_settings,
         no_shared_folder,
         bad_image_of_rank_1,
         bad_image_of_rank_0,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from byteback.train import checkpoint
+from byteback.train import checkpoint, config_file
 from byteback.train.files import read_lines
 
 pytest.importorskip("PIL")
@@ -66,6 +66,34 @@ def said(seen: Seen, name: str) -> str:
     assert there["error"] == there["out"] == "", there
     assert here["error"].count("\n") == 1, here
     return str(here["error"])
+
+
+def test_two_ranks_are_one_run_with_one_report(seen: Seen, folder: Path) -> None:
+    here, there = seen[0]["whole_run"], seen[1]["whole_run"]
+    assert here["code"] == there["code"] == 0, (here, there)
+    assert here["saved"] == there["saved"] != [] and there["out"] == there["error"] == ""
+    assert "batch size 60 x 2 processes = 120 images per step" in here["out"]
+    assert here["out"].count("epoch 2/2") == 1 and here["out"].count("Its report page is") == 1
+    member = folder / "whole" / "unified-int8" / "seed0"
+    records = read_lines(member / "metrics.jsonl")
+    steps = [record["step"] for record in records if record["kind"] == "step"]
+    assert steps == list(range(1, 25)), "1437 images in 12 steps of 120, the last one of 117: 59 and 58"
+    assert records[0]["batch_size"] == 120 and records[0]["ranks"] == 2
+    epochs = [record for record in records if record["kind"] == "epoch"]
+    for name, images in (("train_accuracy", 1437), ("test_accuracy", 360)):
+        for epoch in epochs:  # each image is counted exactly once
+            assert epoch[name] * images == pytest.approx(round(epoch[name] * images), abs=1e-3)
+    assert epochs[-1]["test_accuracy"] > 0.8
+    contents = checkpoint.load(member / "last.pt")
+    assert contents["random"].shape[0] == 2 and not torch.equal(*contents["random"])
+    assert config_file.read(folder / "whole" / "config.toml").processes == 2
+    pictures = read_lines(member / "histograms.jsonl")
+    assert {picture["shape"][0] for picture in pictures} == {120}, "of the images of both ranks"
+
+
+def test_settings_that_differ_are_said_once(seen: Seen, folder: Path) -> None:
+    assert "rank 1 has another --lr than rank 0: 0.2 instead of 0.1" in said(seen, "other_settings")
+    assert not (folder / "run-settings").exists()
 
 
 def test_different_code_is_said_once(seen: Seen, folder: Path) -> None:
