@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Optimizer
 
 import byteback
+from byteback import Choice, Recipe, TensorRule
+from byteback.recipes import resolve
 from replicas import digest, images, network, step
 
 collectives: list[str] = []
@@ -275,6 +278,56 @@ def sharded_checkpoint() -> list[str] | None:
     return found
 
 
+@dataclass(frozen=True)
+class Fixed(byteback.ClipRule):
+    """A clip that does not depend on the images."""
+
+    clip: float = 1.0
+
+    def choose(self, x: Tensor, axis: int, memory: Any) -> Choice:
+        return Choice(torch.full([1] * x.dim(), self.clip))
+
+
+def _without_norms(arithmetic: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)),
+    )
+    if arithmetic == "float":
+        return model
+    kept = Recipe(
+        **{"input": TensorRule(Fixed(2.0)), "weight": TensorRule(Fixed(0.3)), "grad_output": TensorRule(Fixed(1e-3))},
+        strict=True,
+    )
+    live = Recipe(grad_output=TensorRule(), strict=True)
+    recipes = {"fixed clips": kept, "live clips": live, "unified-int8": resolve("unified-int8")}
+    return byteback.prepare(model, replace(recipes[arithmetic], strict=True))
+
+
+def gradients_of_one_large_batch() -> dict[str, tuple[float, float, float]]:
+    """For each arithmetic: relative difference and cosine of the first gradients of 2 x 64 images and of 1 x 128, and the
+    cosine of the latter with those of float.
+    """
+    draw, rank, found = torch.Generator().manual_seed(5), dist.get_rank(), {}
+    exact: list[Tensor] = []
+    batch, labels = torch.randn(128, 3, 8, 8, generator=draw), torch.randint(0, 10, (128,), generator=draw)
+    for arithmetic in ("float", "fixed clips", "live clips", "unified-int8"):
+        sides = []
+        for own in (slice(64 * rank, 64 * rank + 64), slice(None)):
+            model = _without_norms(arithmetic)
+            run = model if own == slice(None) else DistributedDataParallel(model)
+            # Gradients of a mean over half the images are twice as large, and a fixed clip would not follow.
+            (nn.functional.cross_entropy(run(batch[own]), labels[own], reduction="sum") / 128).backward()
+            scale = 1.0 if own == slice(None) else 2.0  # DDP takes the mean over ranks
+            sides.append(torch.cat([scale * parameter.grad.flatten() for parameter in model.parameters()]).double())
+        parts, whole = sides
+        exact.append(whole)
+        cosines = [float(nn.functional.cosine_similarity(whole, other, dim=0)) for other in (parts, exact[0])]
+        found[arithmetic] = float((parts - whole).norm() / whole.norm()), *cosines
+    return found
+
+
 def tell() -> None:
     """Prints all facts as JSON."""
     warnings.simplefilter("ignore")  # that steps are dropped
@@ -291,5 +344,6 @@ def tell() -> None:
         partly_sharded,
         options_of_ddp,
         sharded_checkpoint,
+        gradients_of_one_large_batch,
     )
     print(json.dumps({fact.__name__: fact() for fact in every}), flush=True)

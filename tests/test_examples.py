@@ -76,6 +76,7 @@ def test_accelerate_fits_resumes_and_fits_again(example: Any, losses: list[float
     assert train(2) == losses
 
 
+@pytest.mark.slow
 def test_plain_ddp_runs_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "plain_ddp.py"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}

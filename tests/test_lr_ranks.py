@@ -133,6 +133,15 @@ def test_a_sharded_checkpoint_goes_on_bit_for_bit(facts: list[dict[str, Any]]) -
     assert found[0] == found[1]
 
 
+def test_two_ranks_have_the_first_gradients_of_one_large_batch(facts: list[dict[str, Any]]) -> None:
+    for rank in facts:
+        found = rank["gradients_of_one_large_batch"]
+        assert found["float"][0] < 1e-5
+        assert found["fixed clips"][0] < 1e-5 and 0.9 < found["fixed clips"][2] < 0.99999, "in int8, and not all saturated"
+        for live in ("live clips", "unified-int8"):
+            assert found[live][1] >= 0.999 and 0.9 < found[live][2] < 0.99999, live
+
+
 @pytest.mark.slow
 def test_a_hundred_steps_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

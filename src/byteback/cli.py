@@ -11,6 +11,7 @@ byteback bench step       times a training step of a network against PyTorch FP3
 byteback bench memory     measures the peak memory of training a network against PyTorch FP32, part by part
 byteback bench recipes    times a training step under several recipes, in turns
 byteback bench growth     the same ratios for several batch sizes and image sizes
+byteback bench ranks      counts what several ranks send in a step, and calculates its time for more of them
 byteback bench inference  times the forward pass in eval mode against PyTorch FP32
 byteback bench roofline   estimates a training step on a GPU, layer by layer, beside bf16 and TF32
 byteback bench detect     times a training step of a detector, and the part of its network
@@ -38,7 +39,7 @@ def main() -> None:
         from rich.console import Console
 
         from byteback import __version__
-        from byteback.bench import detect, gpu_step, growth, inference, kernels, memory, recipes, roofline, step
+        from byteback.bench import detect, gpu_step, growth, inference, kernels, memory, ranks, recipes, roofline, step
         from byteback.inspect import doctor, verify
         from byteback.report_page import command as report
         from byteback.train import config_file, data, evaluate, export, listing, predict, side_by_side
@@ -72,6 +73,7 @@ def main() -> None:
         "bench memory": (memory.MemoryConfig, memory.run),
         "bench recipes": (recipes.RecipesConfig, recipes.run),
         "bench growth": (growth.GrowthConfig, growth.run),
+        "bench ranks": (ranks.RanksConfig, ranks.run),
         "bench roofline": (roofline.RooflineConfig, roofline.run),
         "bench inference": (inference.InferenceConfig, inference.run),
         "bench detect": (detect.DetectConfig, detect.run),
@@ -102,9 +104,9 @@ def main() -> None:
 
 def _another_says(error: Exception) -> bool:
     """Whether this is not the first of several ranks, and all of them raise the same error."""
-    from byteback.train.world import Agreed
+    from byteback.train.world import is_shared
 
-    return isinstance(error, Agreed) and os.environ.get("RANK", "0") != "0"
+    return is_shared(error) and os.environ.get("RANK", "0") != "0"
 
 
 def _end(message: str, code: int) -> None:
@@ -123,7 +125,7 @@ def _bench(kinds: dict[str, type]) -> Callable[[Any], Any]:
     import tyro
 
     def bench(what: Any) -> Any:
-        """Time int8 against PyTorch FP32: kernels alone, a training step, its memory, its growth, inference, or a detector."""
+        """Time int8 against PyTorch FP32: kernels alone, a step, its memory, its growth, ranks, inference, a detector."""
         return what
 
     named = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in kinds.items())

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from byteback import cli
 from byteback.train import checkpoint, config_file, data, interrupt, side_by_side
 from byteback.train.config import TrainConfig
 from byteback.train.config_file import from_command_line
@@ -297,13 +299,17 @@ def test_values_that_cannot_train_are_refused(change: dict[str, object], says: s
     assert says in str(error.value)
 
 
-def test_a_path_with_brackets_is_printed_and_evaluated(tmp_path: Path) -> None:
+def test_a_path_with_brackets_is_printed_and_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """rich would take [/x] for the end of a style, and raise."""
-    done = subprocess.run(
-        [sys.executable, "-m", "byteback", "train", *SMALL, "--epochs", "1", "--recipe", "float32", "--output-dir", "a[b][/x]"],
-        **{"capture_output": True, "text": True, "cwd": tmp_path, "timeout": 120},
-    )
-    assert done.returncode == 0 and "in a[b][/x]" in done.stdout, done.stderr
+    monkeypatch.chdir(tmp_path)
+    args = ("train", *SMALL, "--epochs", "1", "--recipe", "float32", "--output-dir", "a[b][/x]")
+    monkeypatch.setattr(sys, "argv", ["byteback", *args])
+    with monkeypatch.context() as patch, warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main writes its own
+        cli.main()
+    assert ended.value.code == 0 and "in a[b][/x]" in capsys.readouterr().out
     path = tmp_path / "a[b][" / "x]" / "float32" / "seed0" / "last.pt"
     from byteback.train.evaluate import EvalConfig
     from byteback.train.evaluate import run as evaluate

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from byteback.train import checkpoint, config_file
+from byteback.train import checkpoint
 from byteback.train.files import read_lines
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no torch.distributed")
@@ -65,26 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return cwd / "run", out
 
 
-def test_two_ranks_are_one_run_with_one_report(whole: tuple[Path, str]) -> None:
-    run, out = whole
-    assert "batch size 60 x 2 processes = 120 images per step" in out
-    assert out.count("epoch 2/2") == 1 and out.count("Its report page is") == 1, "only rank 0 speaks"
-    records = read_lines(member(run) / "metrics.jsonl")
-    steps = [record["step"] for record in records if record["kind"] == "step"]
-    assert steps == list(range(1, 25)), "1437 images in 12 steps of 120, the last one of 117: 59 and 58"
-    assert records[0]["batch_size"] == 120 and records[0]["ranks"] == 2
-    epochs = [record for record in records if record["kind"] == "epoch"]
-    for name, images in (("train_accuracy", 1437), ("test_accuracy", 360)):
-        for epoch in epochs:  # each image is counted exactly once
-            assert epoch[name] * images == pytest.approx(round(epoch[name] * images), abs=1e-3)
-    assert epochs[-1]["test_accuracy"] > 0.8
-    contents = checkpoint.load(member(run) / "last.pt")
-    assert contents["random"].shape[0] == 2 and not torch.equal(*contents["random"])
-    assert config_file.read(run / "config.toml").processes == 2
-    pictures = read_lines(member(run) / "histograms.jsonl")
-    assert {picture["shape"][0] for picture in pictures} == {120}, "of the images of both ranks"
-
-
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_nothing_changes(whole: tuple[Path, str], tmp_path: Path) -> None:
     again = ("--checkpoint-seconds", "0", "--output-dir", "run", "--resume", "auto")
     process = torchrun(tmp_path, *SMALL, *RECIPE, *again, restarts=2)
@@ -132,14 +113,6 @@ def free_port() -> int:
 def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     outputs = [process.communicate(timeout=200) for process in processes]
     return [(process.returncode, error) for process, (_, error) in zip(processes, outputs, strict=True)]
-
-
-def test_settings_that_differ_are_said_once_and_fail_on_all(tmp_path: Path) -> None:
-    port = free_port()
-    here, there = ended([by_hand(tmp_path, rank, port, "--lr", lr) for rank, lr in enumerate(("0.1", "0.2"))])
-    assert here[0] == there[0] == 1 and there[1] == ""
-    assert here[1].count("\n") == 1 and "rank 1 has another --lr than rank 0: 0.2 instead of 0.1" in here[1], here
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:

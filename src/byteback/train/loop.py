@@ -123,10 +123,8 @@ class Run:
         self.world.from_first(lambda: self._open(lengths))
         self.board = Board(member.folder, self.progress.step, self.config.tensorboard and self.world.is_first)
         try:
-            if not lengths and self.world.is_first:
-                own = replace(self.config, recipe=(member.variant.name,), seed=(member.seed,))
-                files.replace(member.folder / config_file.NAME, config_file.to_text(own).encode())
-                self.metrics.write(self._start())
+            if not lengths:
+                self.world.from_first(self._begin)  # an image that rank 0 cannot read ends training on all ranks
             while self.progress.epoch < self.epochs:
                 self._epoch()
             contents = self._save(LAST)
@@ -151,12 +149,17 @@ class Run:
             files.Journal(self.member.folder / name, lengths.get(name, 0)) for name in (METRICS, HISTOGRAMS)
         )
 
+    def _begin(self) -> None:
+        own = replace(self.config, recipe=(self.member.variant.name,), seed=(self.member.seed,))
+        files.replace(self.member.folder / config_file.NAME, config_file.to_text(own).encode())
+        self.metrics.write(self._start())
+
     def _epoch(self) -> None:
         now, world = self.progress, self.world
         chosen = draws.batches(self.member.seed, now.epoch, len(self.data.train), self.batch_size, world.size)
-        looks = world.is_first and now.in_epoch == 0 and self.config.histogram_every > 0
+        looks = now.in_epoch == 0 and self.config.histogram_every > 0
         if looks and now.epoch % self.config.histogram_every == 0:
-            self._look(chosen[0])  # rank 0 takes the images of all ranks
+            world.from_first(lambda: self._look(chosen[0]))  # rank 0 takes the images of all ranks
 
         self._train_mode()
         for images, labels in self._timed(self.data.train, chosen[now.in_epoch :]):

@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from byteback.train.data import DataError, Source, draws
 from byteback.train.interrupt import SIGNALS, Stop
-from byteback.train.world import World
+from byteback.train.world import World, shared
+
+_NOTHING = [0.0] * 4  # in place of what `agree_on_step` sums: all ranks send the same number of values
 
 
 class Wishes(NamedTuple):
@@ -76,7 +78,7 @@ def share_norms(world: World, model: nn.Module) -> None:
 def fail_together(world: World, error: DataError) -> None:
     """Tells the other ranks that this one has no batch: all of them raise the error at this step."""
     if world.size > 1:
-        _exchange(world, [0.0] * 4, Wishes(), error)
+        _exchange(world, _NOTHING, Wishes(), error)
 
 
 class _Total(NamedTuple):
@@ -91,7 +93,7 @@ def _exchange(world: World, values: list[float], wishes: Wishes, error: DataErro
     if sums[-1]:
         told = world.gather(str(error) if error is not None else "")
         rank, why = next((rank, why) for rank, why in enumerate(told) if why)
-        raise DataError(f"rank {rank} of {world.size}: {why}")
+        raise shared(DataError(f"rank {rank} of {world.size}: {why}"))
     count = len(values)
     heard = next((int(number) for number, ranks in zip(SIGNALS, sums[count:-2], strict=True) if ranks), 0)
     return _Total(sums[:count], Wishes(heard, bool(sums[-2])))
@@ -123,7 +125,7 @@ def stoppable(source: Source, chosen: Sequence[Tensor], stop: Stop | None, world
             yield batch
         if stop is not None:
             if world.size > 1:
-                stop.number = _exchange(world, [], Wishes(stop.number), None).wishes.stop
+                stop.number = _exchange(world, _NOTHING, Wishes(stop.number), None).wishes.stop
             stop.check()
 
 

@@ -14,7 +14,7 @@ import byteback
 from byteback.train import config_file
 from byteback.train.config import TrainConfig
 from byteback.train.data import Data, Source
-from byteback.train.world import Agreed, World
+from byteback.train.world import World, shared
 
 _TOKEN = ".shared"
 _PATIENCE = 10.0  # seconds until a file of another machine shows in a network folder
@@ -36,10 +36,11 @@ def check(world: World, config: TrainConfig, images: Data) -> None:
     for rank, other in enumerate(every):
         for what, value in every[0].items():
             if other.get(what) != value:
-                raise Agreed(
+                text = (
                     f"train: rank {rank} has another {what} than rank 0: {other.get(what)} instead of {value}. All ranks must "
                     "train the same network on the same data with the same version; start them with one command."
                 )
+                raise shared(ValueError(text))
 
 
 def check_folder(world: World, folder: Path) -> None:
@@ -58,10 +59,11 @@ def check_folder(world: World, folder: Path) -> None:
         (folder / _TOKEN).unlink(missing_ok=True)
     blind = [rank for rank, found in enumerate(sees) if not found]
     if blind:
-        raise Agreed(
+        text = (
             f"train: rank {', '.join(map(str, blind))} does not see the files that rank 0 writes into {folder.absolute()}. "
             "Choose an --output-dir in a folder that all machines share."
         )
+        raise shared(ValueError(text))
 
 
 def _sees(path: Path, token: str) -> bool:

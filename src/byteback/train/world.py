@@ -20,13 +20,21 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 _LOADING = timedelta(days=2)  # rank 0 may download data or scan images while the others wait
 _GRACE = 5.0  # seconds for the other ranks to say that they are alive
 _LOST = ("gloo", "Connection closed", "Timed out waiting", "NCCL", "Connection reset", "socketTimeout", "Broken pipe")
 
 
-class Agreed(ValueError):
-    """An error that all ranks raise together; only rank 0 prints it."""
+def shared(error: E) -> E:
+    """Marks an error that all ranks raise together: only rank 0 prints it."""
+    error.byteback_shared = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_shared(error: Exception) -> bool:
+    """Whether all ranks raise this error together."""
+    return getattr(error, "byteback_shared", False)
 
 
 class LostRank(RuntimeError):
@@ -104,7 +112,7 @@ class Ranks(World):
             raise error
         if found[0] is not None:
             kind, text = found[0]
-            raise kind(text) if issubclass(kind, (ValueError, OSError, RuntimeError)) else Agreed(text)
+            raise shared(kind(text) if issubclass(kind, (ValueError, OSError, RuntimeError)) else ValueError(text))
         value: T = found[1]
         return value
 
@@ -125,7 +133,7 @@ class Ranks(World):
     def _raise_first(self, errors: list[str]) -> None:
         rank = next((rank for rank, error in enumerate(errors) if error), None)
         if rank is not None:
-            raise Agreed(errors[rank] if errors[0] else f"rank {rank} of {self.size}: {errors[rank]}")
+            raise shared(ValueError(errors[rank] if errors[0] else f"rank {rank} of {self.size}: {errors[rank]}"))
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
