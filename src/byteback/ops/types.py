@@ -21,7 +21,7 @@ class QTensor(NamedTuple):
 
     values  int8 in [-127, 127]
     scale   float32, positive, of the same rank, with size 1 along the axes that share it, so its shape is the granularity
-    counts  int64: how many elements were saturated, and how many were NaN or Inf; None if nobody counted
+    counts  int64: how many elements were saturated, and how many were NaN or Inf; None if not counted
     peak    max|x| of the tensor that was quantized; None if it is not known
 
     >>> import torch

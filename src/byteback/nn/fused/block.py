@@ -257,7 +257,7 @@ def _stepped(ctx: Any, site: Any, stages: Stages, x: QTensor, added: Tensor | No
 
 
 def _reads_floats(call: Call) -> bool:
-    """Whether somebody reads the result as floats: not only convolutions."""
+    """Whether a reader other than a convolution needs the result as floats."""
     block = call.block
     return block.feeds_other or block.feeds_pool or (block.feeds_add and call.layer.recipe.residual_memory == "float32")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def to_bfloat16(x: Tensor) -> Tensor:
-    """Returns x as bfloat16. Subnormal numbers stay what they are; what lies beyond the largest bfloat16 becomes Inf.
+    """Returns x as bfloat16. Subnormal numbers are kept; a value beyond the largest bfloat16 becomes Inf.
 
     >>> to_bfloat16(torch.tensor([1.00390625, 1.01171875, 3.4e38])).tolist()
     [1.0, 1.015625, inf]
