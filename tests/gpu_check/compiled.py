@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from gpu_check.recorded import Launch
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+TURING = "sm_75"  # Triton has no int8 products for it: PyTorch multiplies gathered rows (gathered.py)
 AMD = ("gfx90a", "gfx942", "gfx950")
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

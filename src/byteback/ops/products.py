@@ -16,7 +16,7 @@ from torch import Tensor
 
 from byteback.ops.backends import meta, paths
 from byteback.ops.backends.cpu import products as cpu_products
-from byteback.ops.backends.registry import Backend, backend_for
+from byteback.ops.backends.registry import Backend, backend_for, backend_on
 from byteback.ops.checks import check_int8
 from byteback.ops.contract import layout
 from byteback.ops.contract.geometry import Axes, sizes
@@ -291,9 +291,22 @@ def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tenso
     return _matmul_operator(a, a_scale, b, b_scale)
 
 
-def explain(product: str, x_size: Sequence[int], w_size: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> str:
-    """Returns which algorithm the current path uses for a product ("output", "grad_input" or "grad_weight"), and why."""
-    path = paths.number()
-    if path is None:
+def explain(
+    product: str,
+    x_size: Sequence[int],
+    w_size: Sequence[int],
+    out_size: Sequence[int],
+    geometry: Geometry,
+    device: torch.device | str = "cpu",
+) -> str:
+    """Returns which algorithm runs a product ("output", "grad_input" or "grad_weight") on a device, and why.
+
+    On the CPU it is that of the current path.
+    """
+    path, device = paths.number(), torch.device(device)
+    if device.type == "cpu" and path is not None:
+        return cpu_products.explain(path, product, x_size, w_size, out_size, geometry)
+    own = getattr(backend_on(device), "explain", None) if device.type != "cpu" else None
+    if own is None:
         return "the reference path runs plain PyTorch"
-    return cpu_products.explain(path, product, x_size, w_size, out_size, geometry)
+    return str(own(product, x_size, w_size, out_size, geometry, device))

@@ -52,7 +52,7 @@ def run(targets: Iterable[str], quick: bool, say: Callable[[str], None]) -> list
                     check()
                 except Exception as error:
                     found.append(f"{target}, PTX, {name}: {type(error).__name__}: {str(error)[:300]}")
-        idle = KERNELS - set(emulator.launched)
+        idle = {name for name in KERNELS if report.runs_on(name, target)} - set(emulator.launched)
         found += [f"{target}, PTX: {name} was not run" for name in sorted(idle)]
         factors = conflicts(emulator)
         found += [

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from byteback.ops.backends.triton import launch
-from gpu_check.compiled import compiled
+from byteback.ops.backends.triton import launch, tiles
+from gpu_check.compiled import TURING, compiled
 from gpu_check.ptx import instructions  # noqa: F401 (it registers them)
 from gpu_check.ptx.lanes import Lanes
 from gpu_check.ptx.memory import Global
@@ -55,4 +55,5 @@ class Emulator:
 def emulated(emulator: Emulator) -> Iterator[Emulator]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "on_launch", emulator)
+        patch.setattr(tiles, "multiplies_int8", lambda _: emulator.target != TURING)
         yield emulator

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from byteback.ops.backends import reference, triton
+from byteback.ops.backends.triton import gathered, tiles
 from byteback.ops.backends.triton.products import _sliced
 from byteback.ops.contract.limits import MAX_INT32_DEPTH
 from byteback.ops.types import ProductCall
@@ -36,6 +37,23 @@ SLOW = ("three axes", "depthwise, three axes", "stride 3, dilation, groups")  # 
 def test_products_equal_the_reference(case: str, varies: bool) -> None:
     for kind in PRODUCTS:
         product(kind, CASES[case], varies)
+
+
+@pytest.mark.parametrize(
+    ("case", "bytes_"),
+    [
+        ("stride 3, dilation, groups", 3000),
+        *(pytest.param(case, 2**27, marks=pytest.mark.slow) for case in CASES),
+        pytest.param("stride and a deep batch", 3000, marks=pytest.mark.slow),
+    ],
+)
+def test_products_of_gathered_rows_equal_the_reference(case: str, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Turing runs, for all images at once and in parts."""
+    monkeypatch.setattr(tiles, "multiplies_int8", lambda _: False)
+    monkeypatch.setattr(gathered, "MOST_BYTES", bytes_)
+    for kind in PRODUCTS:
+        product(kind, CASES[case], True)
+    test_matmul_equals_the_reference()
 
 
 def test_the_sum_of_slices_is_wider_than_int32() -> None:

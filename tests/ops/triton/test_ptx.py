@@ -41,7 +41,7 @@ def test_products_and_quantize_have_the_bits_of_the_reference() -> None:
 @pytest.mark.slow
 def test_all_targets_have_the_bits_of_the_reference_and_mutants_have_not() -> None:
     found = gpu_check()
-    assert found.count("0 faults so far") == 6 and found.count(": noticed") == 9
+    assert found.count("0 faults so far") == 7 and found.count(": noticed") == 9
 
 
 def run(body: str, *tensors: torch.Tensor, shared: int = 256, programs: int = 1) -> Lanes:

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from byteback.ops.backends import gpu, reference, registry, triton
-from byteback.ops.backends.triton import self_check
+from byteback.ops.backends.triton import self_check, tiles
 from byteback.ops.backends.triton.search import _COARSE, _FINE, _NEAR
+from byteback.ops.products import explain
 from byteback.recipes import direction_search
 from gpu_check.recorded import recording, train
+from gpu_check.report import PRODUCTS
 
 TESTS = Path(__file__).parents[2]
 
@@ -28,6 +30,16 @@ def test_a_step_looks_at_no_value(recipe: str) -> None:
     assert {"conv_output.conv_output", "conv_grad_input.conv_grad_input", "conv_grad_weight.grad_weight"} <= names
     assert {"depthwise.output", "depthwise.grad_input", "depthwise.grad_weight", "pool.forward", "pool.backward"} <= names
     assert {"norm.normalize", "norm_grad.gradient", "norm_grad.sums", "ledger.write", "quantize.quantize"} <= names
+
+
+def test_a_step_on_turing_looks_at_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton has no int8 products there. Everything else runs in its kernels."""
+    monkeypatch.setattr(tiles, "multiplies_int8", lambda _: False)
+    with recording() as launches:
+        train("unified-int8", batch=4, pixels=32)
+    names = {made.name for made in launches}
+    assert not names & {*PRODUCTS, "conv_grad_weight.pack"}
+    assert {"conv_grad_weight.finish", "depthwise.output", "norm.normalize", "quantize.quantize"} <= names
 
 
 def test_the_grids_are_those_of_the_recipe() -> None:
@@ -55,12 +67,12 @@ class Properties:
 
 @pytest.mark.parametrize(
     ("major", "hip", "reason"),
-    [(7, None, "compute capability is 7.5"), (8, None, ""), (9, "6.4", "this GPU is gfx1100")],
+    [(7, None, "compute capability is 7.0"), (8, None, ""), (9, "6.4", "this GPU is gfx1100")],
 )
 def test_gpus_that_cannot_run_the_kernels_are_named(
     major: int, hip: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties(major, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties(major, 0))
     monkeypatch.setattr(torch.version, "hip", hip)
     found = gpu.why_not(torch.device("cuda", 0))
     assert reason in found and bool(reason) == bool(found)
@@ -72,4 +84,15 @@ def test_gpus_that_cannot_run_the_kernels_are_named(
 
 
 def test_other_devices_run_on_the_reference() -> None:
-    assert registry._of_device(torch.device("xla", 0)) is reference
+    assert registry.backend_on(torch.device("xla", 0)) is reference
+
+
+def test_the_tile_of_a_product_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = [128, 64, 56, 56], [64, 64, 3, 3], [128, 64, 56, 56], ([1, 1], [1, 1], [1, 1], 1)
+    monkeypatch.setitem(registry._BY_DEVICE, "meta", triton)
+    for kind, reason in (("output", "enough tiles for 108 multi"), ("grad_input", "enough tiles"), ("grad_weight", "packed")):
+        assert reason in explain(kind, *layer, "meta")
+    monkeypatch.setattr(tiles, "multiplies_int8", lambda _: False)
+    assert "Triton has no int8 products for this GPU" in explain("output", *layer, "meta")
+    long = [1, 2**17, 1, 1], [1, 2**17, 3, 3], [1, 1, 1, 1], ([1, 1], [1, 1], [1, 1], 1)
+    assert "int32 may not hold" in explain("output", *long, "meta")

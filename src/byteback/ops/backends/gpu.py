@@ -2,7 +2,7 @@
 """Which backend runs the tensors of a GPU: Triton's kernels if they run there and their bits are right, else the reference.
 
     no Triton installed                  the reference, with a warning
-    NVIDIA before compute capability 8   the reference: Triton compiles no int8 products for it
+    NVIDIA before compute capability 7.5 the reference: PyTorch does not run on it either, or without int8 products
     AMD other than CDNA                  the reference: never compiled without spills
     other devices                        checked once against the reference on the CPU (self_check), then Triton
 
@@ -20,7 +20,7 @@ import torch
 
 from byteback.ops.backends import reference
 
-LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITY = (7, 5)
 AMD = ("gfx90a", "gfx942", "gfx950")
 
 
@@ -36,9 +36,7 @@ def why_not(device: torch.device) -> str:
         return "" if name in AMD else f"the kernels are compiled for {', '.join(AMD)} only, but this GPU is {name}"
     capability = properties.major, properties.minor
     if capability < LEAST_CAPABILITY:
-        return (
-            f"its compute capability is {capability[0]}.{capability[1]}, but int8 products in Triton need 8.0 (Ampere) or later"
-        )
+        return f"its compute capability is {capability[0]}.{capability[1]}, but the kernels need 7.5 (Turing) or later"
     return ""
 
 

@@ -48,12 +48,12 @@ def backend_for(op: str, first: Tensor, *others: Tensor | None) -> Backend:
 
 def backend_of(x: Tensor) -> Backend:
     """Returns the backend of dense tensors on the device of x. x itself may be a subclass without storage."""
-    return _BY_PATH[_current()] if x.is_cpu else _of_device(x.device)
+    return _BY_PATH[_current()] if x.is_cpu else backend_on(x.device)
 
 
 def runs_blocks(x: Tensor) -> bool:
     """Whether fused blocks run on the device of x. With the reference they would be slower than single layers."""
-    return x.is_cpu or _of_device(x.device) is not reference
+    return x.is_cpu or backend_on(x.device) is not reference
 
 
 def detection_of(*tensors: Tensor) -> Any:
@@ -73,10 +73,10 @@ def _elsewhere(op: str, tensors: tuple[Tensor | None, ...]) -> Backend:
     if first.device.type in _BY_DEVICE:
         return _BY_DEVICE[first.device.type]
     unreadable = not first.numel() or any(tensor is not None and tensor.is_neg() for tensor in tensors)
-    return reference if first.is_cpu or unreadable else _of_device(first.device)
+    return reference if first.is_cpu or unreadable else backend_on(first.device)
 
 
-def _of_device(device: Any) -> Backend:
+def backend_on(device: Any) -> Backend:
     """Returns the backend of a device other than the CPU. A GPU also runs on the reference if that path is chosen."""
     if device.type in _BY_DEVICE:
         return _BY_DEVICE[device.type]

@@ -30,8 +30,9 @@ from byteback.ops.backends.triton.block_grad import (
 )
 from byteback.ops.backends.triton.magnitude import gradient_pair, magnitude_clips
 from byteback.ops.backends.triton.norm import gradient_sums, norm_coefficients, norm_folded, norm_gradient, norm_invstd
+from byteback.ops.backends.triton.plan import product_plan
 from byteback.ops.backends.triton.pooling import has_max_pool, max_pool, max_pool_grad, spread_pixels, take_pixels
-from byteback.ops.backends.triton.products import matmul_int8, product, product_plan
+from byteback.ops.backends.triton.products import explain, matmul_int8, product
 from byteback.ops.backends.triton.quantize import absmax, noise_key, quantize, quantize_max, quantize_pair, quantize_plan
 from byteback.ops.backends.triton.statistics import (
     channel_cosine_terms,
@@ -54,6 +55,7 @@ __all__ = [
     "cosine_slope_terms",
     "cosine_terms",
     "dot_terms",
+    "explain",
     "gradient_pair",
     "gradient_sums",
     "has_max_pool",

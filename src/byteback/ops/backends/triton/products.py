@@ -2,96 +2,42 @@
 """The integer products on a GPU. Convolutions in one and two dimensions are three-dimensional ones with axes of size 1.
 
 The reference runs empty tensors, tensors with 2^31 or more elements, and sums of more than 133,144 products in output and
-grad_input, which int32 may not hold. (grad_weight adds its slices in int64.)
+grad_input, which int32 may not hold. (grad_weight adds its slices in int64.) On a GPU without int8 products in Triton,
+gathered.py runs those that are not depthwise.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from byteback.ops.backends import reference
-from byteback.ops.backends.triton import tiles
+from byteback.ops.backends.triton import gathered, tiles
 from byteback.ops.backends.triton.kernels import conv_grad_input, conv_grad_weight, conv_output, depthwise
 from byteback.ops.backends.triton.launch import blocks, fits, launch, power_of_two
+from byteback.ops.backends.triton.plan import Plan, Scaled, plan_of, rows_of
 from byteback.ops.contract.limits import MAX_INT32_DEPTH
 from byteback.ops.contract.scale_rule import combine_scales
-from byteback.ops.types import ProductCall
+from byteback.ops.types import Geometry, ProductCall
 
 _G = conv_grad_weight.GROUP
-
-
-class Plan(NamedTuple):
-    """What kernels need of a call: sizes (N, D, H, W), channels, (OD, OH, OW), stride, padding and dilation, taps (T, R, S)."""
-
-    image: tuple[int, int, int, int]
-    c: int
-    k: int
-    groups: int
-    out: tuple[int, int, int]
-    steps: tuple[int, ...]  # stride, padding, dilation: three numbers each
-    taps: tuple[int, int, int]
-    depthwise: bool
-    strides: tuple[int, int, int]  # of the result: axis 0, axis 1, and from pixel (or tap) to pixel
-    reference: bool  # the sum is too long for int32
-
-    def constants(self) -> dict[str, int]:
-        return dict(zip("TRS", self.taps, strict=True))
-
-    def tap_count(self) -> int:
-        return math.prod(self.taps)
-
-
-def _three(values: Any, fill: int) -> tuple[int, ...]:
-    """Returns the numbers of up to three spatial axes as those of three.
-
-    >>> _three([5, 7], 1)
-    (1, 5, 7)
-    """
-    return (fill,) * (3 - len(values)) + tuple(values)
-
-
-def product_plan(call: ProductCall, a: Tensor, b: Tensor) -> Plan:
-    stride, padding, dilation, groups = call.geometry
-    n, c = call.x_size[:2]
-    k, taps = call.w_size[0], _three(call.w_size[2:], 1)
-    sums = {"output": c // groups, "grad_input": k // groups}.get(call.kind, 0) * math.prod(taps)
-    return Plan(
-        (n, *_three(call.x_size[2:], 1)),  # type: ignore[arg-type]
-        c,
-        k,
-        groups,
-        _three(call.out_size[2:], 1),  # type: ignore[arg-type]
-        (*_three(stride, 1), *_three(padding, 0), *_three(dilation, 1)),
-        taps,  # type: ignore[arg-type]
-        groups == c == k,
-        (call.strides[0], call.strides[1], call.strides[-1]),
-        sums > MAX_INT32_DEPTH,
-    )
 
 
 @torch.no_grad()
 def product(call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     plan: Plan = call.plan
     result = torch.empty_strided(call.size, call.strides, dtype=torch.float32, device=a.device)
-    if plan.reference or not fits(a, b, result):
+    own = plan.depthwise or tiles.multiplies_int8(a.device)
+    if plan.reference or not fits(a, b, result) or not (own or gathered.fits(plan)):
         return reference.product(call, a, a_scale, b, b_scale)
     factor = combine_scales(call.kind, a_scale, b_scale, call.groups, call.channels).contiguous()
     scaled = factor, *(factor.stride(axis) if factor.shape[axis] > 1 else 0 for axis in (0, 1))
-    _RUN[call.kind](plan, a, b, result, scaled)
+    (_RUN if own else _GATHERED)[call.kind](plan, a, b, result, scaled)
     return result
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """Returns (N, C, ...) stored densely as (N, ..., C)."""
-    return x.movedim(1, -1).contiguous()
-
-
-Scaled = tuple[Tensor, int, int]
-"""The factor of the result, and its strides along axes 0 and 1."""
 
 
 def _output(plan: Plan, x: Tensor, w: Tensor, y: Tensor, scaled: Scaled) -> None:
@@ -210,6 +156,7 @@ def _tile(tile: tiles.Tile) -> dict[str, int]:
 
 
 _RUN: dict[str, Any] = {"output": _output, "grad_input": _grad_input, "grad_weight": _grad_weight}
+_GATHERED: dict[str, Any] = {kind: getattr(gathered, kind) for kind in _RUN}
 
 
 @torch.no_grad()
@@ -223,16 +170,22 @@ def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tenso
     steps = (1, 1, 1, 0, 0, 0, 1, 1, 1)
     plan = Plan((m, 1, 1, 1), depth, n, 1, (1, 1, 1), steps, (1, 1, 1), False, (n, 1, n), False)
     strides = (factor.stride(axis) if factor.shape[axis] > 1 else 0 for axis in (0, 1))
-    _output(plan, a, b.t(), result, (factor, *strides))  # type: ignore[arg-type]
+    run = _output if tiles.multiplies_int8(a.device) else gathered.output
+    run(plan, a, b.t(), result, (factor, *strides))  # type: ignore[arg-type]
     return result
 
 
-def explain(plan: Plan, kind: str, device: torch.device) -> str:
+def explain(
+    kind: str, x_size: Sequence[int], w_size: Sequence[int], out_size: Sequence[int], geometry: Geometry, device: torch.device
+) -> str:
     """Returns which kernel and tile run a product, and why."""
+    plan = plan_of(kind, x_size, w_size, out_size, geometry)
     if plan.reference:
         return f"reference: the sum is longer than {MAX_INT32_DEPTH} products, which int32 may not hold"
     if plan.depthwise:
         return "triton/depthwise: one channel per group, too little for tensor cores"
+    if not tiles.multiplies_int8(device):
+        return "triton/gathered, matrix product of PyTorch: Triton has no int8 products for this GPU"
     cg, kg = plan.c // plan.groups, plan.k // plan.groups
     rows = plan.image[0] * math.prod(plan.out if kind == "output" else plan.image[1:])
     if kind == "grad_weight":

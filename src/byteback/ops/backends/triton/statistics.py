@@ -12,7 +12,7 @@ from byteback.ops.backends import reference
 from byteback.ops.backends.reference.statistics import sum_last
 from byteback.ops.backends.triton.kernels import sums
 from byteback.ops.backends.triton.launch import blocks, fits, launch, power_of_two
-from byteback.ops.backends.triton.products import rows_of
+from byteback.ops.backends.triton.plan import rows_of
 from byteback.ops.backends.triton.tiles import height
 from byteback.ops.contract.limits import STATISTICS_BLOCK
 

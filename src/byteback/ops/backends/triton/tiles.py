@@ -26,6 +26,12 @@ def height(rows: int, width: int, device: torch.device, share: int = 1) -> int:
     return min(8192 // width, 1 << (rows - 1).bit_length())
 
 
+@functools.cache
+def multiplies_int8(device: torch.device) -> bool:
+    """Whether Triton compiles int8 products for a device. It does not for NVIDIA GPUs before Ampere."""
+    return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 class Tile(NamedTuple):
     """Rows, columns and depth of a tile; warps of a program, stages of the pipeline that loads the operands; the reason."""
 
