@@ -104,7 +104,7 @@ def main() -> None:
 
 def _another_says(error: Exception) -> bool:
     """Whether this is not the first of several ranks, and all of them raise the same error."""
-    from byteback.train.world import is_shared
+    from byteback.train.ranks.world import is_shared
 
     return is_shared(error) and os.environ.get("RANK", "0") != "0"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from byteback.train import checkpoint
-from byteback.train.files import read_lines
+from byteback.train.checkpoints import checkpoint
+from byteback.train.checkpoints.files import read_lines
 
 SMALL = ("--epochs", "2", "--recipe", "unified-int8", "--no-tensorboard", "--log-every", "5", "--batch-size", "128")
 

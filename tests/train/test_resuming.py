@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
-from byteback.train import checkpoint, config_file, side_by_side
+from byteback.train import config_file, side_by_side
+from byteback.train.checkpoints import checkpoint
+from byteback.train.checkpoints.files import read_lines
 from byteback.train.config_file import from_command_line, run_folder
 from byteback.train.evaluate import EvalConfig
 from byteback.train.evaluate import run as evaluate
-from byteback.train.files import read_lines
 
 SMALL = ("--no-tensorboard", "--histogram-every", "0", "--batch-size", "720", "--threads", "1", "--epochs", "1")
 
@@ -26,13 +27,6 @@ def train(*args: str) -> str:
     console = Console(file=io.StringIO(), width=200)
     side_by_side.run(from_command_line(args), console)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
-
-
-@pytest.fixture(autouse=True)
-def threads() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +145,17 @@ def test_eval_refuses_images_that_the_network_cannot_take(finished: Path) -> Non
     with pytest.raises(ValueError, match=r"was trained on 10 classes \(a, b.*\), but folder:x has 10 classes \(k, "):
         checkpoint.must_know({**contents, **named}, "folder:x", 10, [*"klmnopqrst"])
     checkpoint.must_know({**contents, **named}, "digits", 10, [])
+
+
+def test_resume_auto_starts_goes_on_and_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = (*SMALL, "--recipe", "plain-int8", "--resume", "auto")
+    for said in ("plain-int8 seed 0  epoch 1/1", "plain-int8 seed 0 is already finished"):
+        assert said in train(*command)
+    assert os.listdir("runs") == ["digits-resnet8"]
+    assert "float32 seed 0  epoch 1/1" in train(*command, "--recipe", "float32")
+    with pytest.raises(ValueError, match=r"started with lr = 0\.1"):
+        from_command_line([*command, "--lr", "0.3"])
+    file = tmp_path / "run.toml"
+    file.write_text("epochs = 1\n")
+    assert from_command_line(["--config", str(file), "--resume", "auto", "--output-dir", "new"]).resume is None

@@ -13,8 +13,9 @@ from PIL import Image
 from rich.console import Console
 
 import byteback
-from byteback.train import config_file, export, files, predict, side_by_side
+from byteback.train import config_file, export, predict, side_by_side
 from byteback.train import data as data_sets
+from byteback.train.checkpoints import files
 
 SMALL = ("--epochs", "1", "--no-tensorboard", "--histogram-every", "0", "--threads", "1", "--batch-size", "128")
 SILENT = Console(quiet=True)

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 import byteback
 from byteback.ops.backends import paths
 from byteback.train import data, layout, networks, video_networks
+from byteback.train.checkpoints.files import read_lines
 from byteback.train.config import TrainConfig
 from byteback.train.data import clip_files, draws
 from byteback.train.data.moving_items import DIRECTIONS, MovingItems
-from byteback.train.files import read_lines
 
 NATIVE = [path for path in paths.available() if path != "reference"]
 

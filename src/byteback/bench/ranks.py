@@ -102,7 +102,7 @@ def measured(setting: Setting) -> Sent:
 
 def _count(rank: int, folder: str, setting: Setting) -> None:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")  # as in train/ranks.py
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")  # as in train/ranks/step.py
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     side = Side(setting, Variant("int8", channels_last=False))
     parallel = DistributedDataParallel(side.model)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from byteback.report_page import groups, page
 from byteback.report_page.runs import read_run
-from byteback.train import files
+from byteback.train.checkpoints import files
 from byteback.train.side_by_side import SUMMARY
 
 NAME = "report.html"

@@ -5,8 +5,12 @@ config.py, config_file.py, variants.py   the settings: flags, TOML, recipes with
 data/, networks.py                       images and networks by name
 tasks.py, detect/                        what depends on the task: classification, video, detection
 loop.py                                  trains one member of a run, from its first step to its last
-schedule.py, checkpoint.py, files.py     parts of the loop
-watch.py, histograms.py, board.py        records the numerics
+schedule.py, optimizers.py, layout.py    parts of the loop
+checkpoints/                             checkpoints, and files that survive a crash
+records/                                 the numerics, histograms of gradients, TensorBoard
+ranks/                                   several processes that train together
 side_by_side.py, results.py, display.py  all members of a run, their table, and the progress bar
-evaluate.py, listing.py                  `byteback eval`, `byteback recipes` and `byteback models`
+weights.py, compact.py, saved.py         initial weights, and trained networks in files
+evaluate.py, predict.py, export.py       the commands `byteback eval`, `predict` and `export`
+listing.py                               `byteback recipes` and `byteback models`
 """

@@ -21,7 +21,7 @@ from byteback.nn.quantizing import fresh_weight
 from byteback.ops.contract.limits import NUMERICS_VERSION, QMAX
 from byteback.ops.contract.rounded_once import divided_by
 from byteback.quantize import MaxAbs
-from byteback.train import files
+from byteback.train.checkpoints import files
 
 NAME = "best.safetensors"
 FORMAT = 1

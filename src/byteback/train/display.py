@@ -16,9 +16,9 @@ from rich.text import Text
 from torch import nn
 
 from byteback import tables
-from byteback.train import watch
-from byteback.train.checkpoint import Progress as State
+from byteback.train.checkpoints.checkpoint import Progress as State
 from byteback.train.loop import Member
+from byteback.train.records import watch
 
 _SECONDS = 0.5  # between two updates
 

@@ -13,7 +13,8 @@ from rich.console import Console
 
 import byteback
 from byteback.recipes import Recipe
-from byteback.train import checkpoint, config_file, tasks
+from byteback.train import config_file, tasks
+from byteback.train.checkpoints import checkpoint
 from byteback.train.config import TrainConfig, check_threads
 from byteback.train.data import Data
 

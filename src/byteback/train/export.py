@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import byteback
 from byteback.export import comparing, float_bytes, onnx_bytes
-from byteback.train import files, layout, saved, tasks
+from byteback.train import layout, saved, tasks
+from byteback.train.checkpoints import files
 
 _BATCH, _CLIPS = 50, 10
 _TIMED = 8  # images of a timed batch

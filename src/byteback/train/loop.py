@@ -23,27 +23,16 @@ from torch.nn import functional as F
 import byteback
 from byteback.ops.backends import paths
 from byteback.recipes import Recipe
-from byteback.train import (
-    checkpoint,
-    compact,
-    config_file,
-    files,
-    histograms,
-    layout,
-    networks,
-    optimizers,
-    ranks,
-    schedule,
-    watch,
-    weights,
-)
-from byteback.train.board import Board
-from byteback.train.checkpoint import BEST, LAST, Progress
+from byteback.train import compact, config_file, layout, networks, optimizers, ranks, schedule, weights
+from byteback.train.checkpoints import checkpoint, files
+from byteback.train.checkpoints.checkpoint import BEST, LAST, Progress
 from byteback.train.config import TrainConfig, float_layers
 from byteback.train.data import Batch, Data, DataError, Source, draws
 from byteback.train.interrupt import Stop, Stopped
+from byteback.train.ranks.world import World
+from byteback.train.records import histograms, watch
+from byteback.train.records.board import Board
 from byteback.train.variants import Variant
-from byteback.train.world import World
 
 AnyJournal = files.Journal | files.NoJournal
 METRICS, HISTOGRAMS = "metrics.jsonl", "histograms.jsonl"

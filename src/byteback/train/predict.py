@@ -15,7 +15,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import byteback
-from byteback.train import files, saved
+from byteback.train import saved
+from byteback.train.checkpoints import files
 
 NAME = "predictions.json"
 _BATCH = 32

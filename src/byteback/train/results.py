@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from byteback import tables
-from byteback.train import checkpoint, files
+from byteback.train.checkpoints import checkpoint, files
 from byteback.train.loop import METRICS, Member
 from byteback.train.variants import FLOAT
 

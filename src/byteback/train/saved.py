@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from byteback.recipes import Recipe
-from byteback.train import checkpoint, compact, config_file, tasks
+from byteback.train import compact, config_file, tasks
+from byteback.train.checkpoints import checkpoint
 from byteback.train.config import TrainConfig
 from byteback.train.data import Data
 from byteback.train.data.preprocess import Preprocess

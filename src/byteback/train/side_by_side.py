@@ -22,14 +22,16 @@ from rich.console import Console
 
 import byteback
 from byteback.ops.backends import paths
-from byteback.train import checkpoint, config_file, data, files, results, setup, tasks
+from byteback.train import config_file, data, results, tasks
+from byteback.train.checkpoints import checkpoint, files
 from byteback.train.config import TrainConfig
 from byteback.train.display import Display
 from byteback.train.evaluate import evaluate
 from byteback.train.interrupt import Stop, Stopped
 from byteback.train.loop import Member
+from byteback.train.ranks import setup
+from byteback.train.ranks.world import LostRank, World, join
 from byteback.train.tasks import SCORES
-from byteback.train.world import LostRank, World, join
 
 SUMMARY = "summary.json"
 _NAMED = 8  # how many classes the first line lists

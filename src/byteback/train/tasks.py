@@ -15,7 +15,7 @@ from byteback.train.data import Data, Part
 from byteback.train.detect import metrics, source
 from byteback.train.detect import run as detect
 from byteback.train.interrupt import Stop
-from byteback.train.world import World
+from byteback.train.ranks.world import World
 
 SCORES = {"classify": "accuracy", "video": "accuracy", "detect": "mAP"}  # the name of the score of each task
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from byteback.suggestions import unknown
 from byteback.torchvision_compat import load as load_torchvision
-from byteback.train import checkpoint, compact
+from byteback.train import compact
+from byteback.train.checkpoints import checkpoint
 
 TORCHVISION, TIMM = "torchvision:", "timm"
 State = dict[str, Tensor]

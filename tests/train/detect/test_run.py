@@ -21,9 +21,9 @@ import byteback
 from byteback import torchvision_compat
 from byteback.nn import Int8Layer
 from byteback.train import export, predict, tasks
+from byteback.train.checkpoints.files import read_lines
 from byteback.train.config import TrainConfig
 from byteback.train.detect import networks, run
-from byteback.train.files import read_lines
 from byteback.train.interrupt import Stop, Stopped
 from byteback.train.loop import Member
 from byteback.train.variants import parse

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from byteback.train import files, interrupt
+from byteback.train import interrupt
+from byteback.train.checkpoints import files
 from byteback.train.data import pictures
 
 _NAMED = 50  # how many files an error lists; the cache has all of them

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from byteback.train import files
+from byteback.train.checkpoints import files
 from byteback.train.detect.annotations import Box, Checks, Picture, Split, existing
 
 Id = int | str  # COCO's own are integers; some tools write names

@@ -18,7 +18,7 @@ from torch import nn
 
 from byteback.suggestions import unknown
 from byteback.torchvision_compat import load
-from byteback.train import checkpoint
+from byteback.train.checkpoints import checkpoint
 from byteback.train.config import float_layers
 
 BACKBONES = ("resnet18", "resnet50", "mobilenet_v3_large")

@@ -19,7 +19,7 @@ from byteback.train.detect.showcase import Showcase
 from byteback.train.detect.source import DetectData
 from byteback.train.interrupt import Stop
 from byteback.train.loop import Listener, Member, Run
-from byteback.train.world import World
+from byteback.train.ranks.world import World
 
 _TEST_BATCH = 8
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from byteback.train import files
+from byteback.train.checkpoints import files
 from byteback.train.data import pictures
 from byteback.train.detect.annotations import Picture, Split
 from byteback.train.detect.metrics import Scores

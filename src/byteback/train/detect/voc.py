@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
-from byteback.train import files
+from byteback.train.checkpoints import files
 from byteback.train.detect.annotations import Box, Checks, Picture, Split, existing
 
 _PARTS = ("JPEGImages", "Annotations", "ImageSets/Main")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from byteback.train.data import DataError, Source, draws
 from byteback.train.interrupt import SIGNALS, Stop
-from byteback.train.world import World, shared
+from byteback.train.ranks.world import World, shared
 
 _NOTHING = [0.0] * 4  # in place of what `agree_on_step` sums: all ranks send the same number of values
 

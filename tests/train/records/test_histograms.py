@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import byteback
-from byteback.train import checkpoint, histograms, watch
+from byteback.train.checkpoints import checkpoint
+from byteback.train.records import histograms, watch
 
 
 def digits_network(recipe: str | None) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from byteback.train.watch import Layers
+from byteback.train.records.watch import Layers
 
 _SCALARS = {
     "train_loss": "loss/train",

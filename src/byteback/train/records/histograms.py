@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from byteback.inspect.memory import as_it_was
-from byteback.train.watch import structure, watched
+from byteback.train.records.watch import structure, watched
 
 BINS, CHANNEL_BINS = 101, 61
 LOG_FIRST, LOG_BINS = -40, 48

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from byteback.train import files
+from byteback.train.checkpoints import files
 
 
 @pytest.mark.parametrize("broken", ["write", "fsync", "replace"])

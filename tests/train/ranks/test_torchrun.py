@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from byteback.train import checkpoint
-from byteback.train.files import read_lines
+from byteback.train.checkpoints import checkpoint
+from byteback.train.checkpoints.files import read_lines
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no torch.distributed")
 

@@ -14,22 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from byteback.train import checkpoint, config_file
-from byteback.train.files import read_lines
+from byteback.train import config_file
+from byteback.train.checkpoints import checkpoint
+from byteback.train.checkpoints.files import read_lines
+from small_runs import picture_folder
 
 pytest.importorskip("PIL")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no torch.distributed")
 Seen = tuple[dict[str, Any], dict[str, Any]]
-
-
-def pictures(root: Path, count: int, size: int = 12) -> None:
-    from PIL import Image
-
-    random = np.random.default_rng(0)
-    for number in range(count):
-        place = root / ("val" if number % 8 > 5 else "train") / ("cat" if number % 2 else "dog") / f"{number}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(random.integers(0, 255, (size, size, 3), dtype=np.uint8)).save(place)
 
 
 def together(name: str, folder: Path) -> Seen:
@@ -47,8 +39,8 @@ def together(name: str, folder: Path) -> Seen:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     for rank in range(2):
-        pictures(folder / f"machine{rank}" / "pictures", 64)
-        pictures(folder / f"machine{rank}" / "fewer", 64 - 8 * rank)
+        picture_folder(folder / f"machine{rank}" / "pictures", 64)
+        picture_folder(folder / f"machine{rank}" / "fewer", 64 - 8 * rank)
     (folder / "there").mkdir()
     (folder / "there" / "config.toml").write_text("")
     return folder

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from byteback.train import checkpoint
-from byteback.train.checkpoint import Progress
+from byteback.train.checkpoints import checkpoint
+from byteback.train.checkpoints.checkpoint import Progress
 
 
 def contents() -> dict[str, object]:

@@ -14,7 +14,7 @@ import byteback
 from byteback.train import config_file
 from byteback.train.config import TrainConfig
 from byteback.train.data import Data, Source
-from byteback.train.world import World, shared
+from byteback.train.ranks.world import World, shared
 
 _TOKEN = ".shared"
 _PATIENCE = 10.0  # seconds until a file of another machine shows in a network folder

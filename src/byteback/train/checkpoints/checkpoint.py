@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.train import files
-from byteback.train.files import Damaged
+from byteback.train.checkpoints import files
+from byteback.train.checkpoints.files import Damaged
 
 FORMAT = 1
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"

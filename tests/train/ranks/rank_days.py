@@ -23,7 +23,8 @@ from torch import distributed as dist
 
 from byteback import cli
 from byteback.nn.layers import float_table
-from byteback.train import loop, setup
+from byteback.train import loop
+from byteback.train.ranks import setup
 
 SECOND = os.environ.get("RANK") == "1"  # pytest imports this file to look for examples in docstrings
 SMALL = ("--epochs", "1", "--batch-size", "8", "--threads", "1", "--no-tensorboard", "--log-every", "1", "--workers", "0")
