@@ -220,10 +220,16 @@ def _factors(groups: list[list[Int8Layer]]) -> list[Any]:
     own = [[next(found) for _ in owners] for owners in groups]
     if any(isinstance(factor, Tensor) for row in own for factor in row):
         return [
-            torch.stack([torch.as_tensor(f, dtype=torch.float64, device=o[0].weight.device) for f in row]).amin()
-            for o, row in zip(groups, own, strict=True)
+            torch.stack([_on_device(f, o[0].weight.device) for f in row]).amin() for o, row in zip(groups, own, strict=True)
         ]
     return [min(row) for row in own]
+
+
+def _on_device(factor: Any, device: torch.device) -> Tensor:
+    """Returns a factor as a float64 number on a device. A number of the host is written by a kernel, not copied."""
+    if isinstance(factor, Tensor):
+        return factor.to(device, torch.float64)
+    return torch.full((), factor, dtype=torch.float64, device=device)
 
 
 def _is_one(factor: Any) -> bool:

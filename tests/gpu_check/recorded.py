@@ -46,6 +46,9 @@ _TYPES = {
 }
 
 
+_UNKNOWN = ("ORDER",)  # kernels are compiled once for all values
+
+
 def specialized(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], warps: int, stages: int) -> Launch:
     """Specializes a launch as Triton does: an integer of 1 is a constant, multiples of 16 and pointers are aligned."""
     types, aligned, fixed = [], [], dict(constants)
@@ -56,6 +59,8 @@ def specialized(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, An
                 aligned.append(index)
         elif isinstance(value, float):
             types.append("fp32")
+        elif name in _UNKNOWN:
+            types.append("i32")
         elif value == 1:
             types.append("constexpr")
             fixed[name] = 1
@@ -73,6 +78,7 @@ def recording() -> Iterator[dict[Launch, int]]:
 
     def record(kernel: Any, grid: Any, arguments: Any, constants: Any, warps: int, stages: int) -> None:
         made = specialized(kernel, arguments, constants, warps, stages)
+        assert len({value.device for value in arguments if isinstance(value, Tensor)}) == 1, made.name
         seen[made] = seen.get(made, 0) + 1
 
     with pytest.MonkeyPatch.context() as patch:

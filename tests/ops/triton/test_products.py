@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-SLOW = ("three axes", "depthwise, three axes", "stride 3, dilation, groups")  # so many taps take the interpreter seconds
+SLOW = ("3x3", "three axes", "depthwise, three axes", "stride 3, dilation, groups")  # many taps take the interpreter seconds
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_the_noise_key_equals_the_reference(rank: int) -> None:
     assert_same_bits(triton.noise_key(*numbers, rank), reference.noise_key(*numbers, rank))
 
 
-@pytest.mark.parametrize("bad", [False, True], ids=["finite", "bad"])
+@pytest.mark.parametrize("bad", [pytest.param(False, id="finite", marks=pytest.mark.slow), pytest.param(True, id="bad")])
 @pytest.mark.parametrize(
     "shape", [(3, 7, 5, 6), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 3, 2, 2), (7, 4), (3, 70, 13, 11)))]
 )

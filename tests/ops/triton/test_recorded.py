@@ -16,12 +16,12 @@ from byteback.ops.backends.triton.search import _COARSE, _FINE, _NEAR
 from byteback.ops.products import explain
 from byteback.recipes import direction_search
 from gpu_check.recorded import recording, train
-from gpu_check.report import PRODUCTS
+from gpu_check.report import PRODUCTS, RECIPES
 
 TESTS = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("recipe", ["plain-int8", "unified-int8", "distribution-adaptive-int8"])
+@pytest.mark.parametrize("recipe", [pytest.param("plain-int8", marks=pytest.mark.slow), *RECIPES])
 def test_a_step_looks_at_no_value(recipe: str) -> None:
     """On meta tensors every look raises an error."""
     with recording() as launches:

@@ -51,12 +51,12 @@ def _flag(unshared, bad, now, ORDER):
         tl.store(unshared + 24, (bad * 0 + ORDER).to(tl.float64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ORDER"])
 def flag(unshared, counts, iteration, ORDER):
     _flag(unshared, tl.load(counts + 1), tl.load(iteration), ORDER)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ORDER"])  # it is another number in each launch
 def write(
     clip, initialized, updated_at, observed, seen, tracked, nonfinite, unshared,
     used, remembered, changed, searched, measured, terms, counts, own, worst, iteration,
