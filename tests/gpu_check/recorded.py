@@ -89,7 +89,7 @@ def recording() -> Iterator[dict[Launch, int]]:
 
 
 class Net(nn.Module):
-    """A stem, a pool, a residual block, a block with a stride, a depthwise convolution and a linear layer."""
+    """A stem, a pool, a residual block, a block with a stride, a depthwise convolution and a linear layer; all activations."""
 
     def __init__(self, channels: int = 64) -> None:
         super().__init__()
@@ -104,11 +104,11 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 3, 2, 1)
-        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.gelu(self.norm1(self.conv1(x)))
         x = F.relu(self.norm2(self.conv2(y)) + x)
-        x = F.relu(self.norm3(self.down(x)))
+        x = F.hardswish(self.norm3(self.down(x)))
         x = F.relu6(self.norm4(self.deep(x)))
-        x = F.relu(self.norm5(self.wide(x)))
+        x = F.silu(self.norm5(self.wide(x)))
         return self.head(x.mean((2, 3)))
 
 

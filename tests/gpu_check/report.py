@@ -28,10 +28,11 @@ def recorded() -> list[Launch]:
 
 
 def core(launches: Iterable[Launch]) -> list[Launch]:
-    """Returns all launches of products, and one of each other kernel: that with most constants set."""
+    """Returns all launches of products, and one of each other kernel and activation: that with most constants set."""
     chosen: dict[object, Launch] = {}
     for made in launches:
-        key = made if made.name in PRODUCTS else made.name
+        activation = tuple(value for name, value in made.constants if name in ("ACT", "GATE"))
+        key = made if made.name in PRODUCTS else (made.name, activation)
         if key not in chosen or _switched_on(made) > _switched_on(chosen[key]):
             chosen[key] = made
     return list(chosen.values())

@@ -13,7 +13,8 @@ gelu is z·Φ(z), where x = min(|z|, 12), e = exp(-x²/2) and Φ(-x) = e · m(x)
 error of value and derivative is at most 2.5e-7 for |z| <= 10.
 
 Every operation is float32 and rounds once, in the order written. NaN stays NaN. A new activation needs a row here, its number
-and its gate in csrc/block/norm.h, and vector code in csrc/block/vector.
+and its gate in csrc/block/norm.h, vector code in csrc/block/vector, and a few lines in
+ops/backends/triton/kernels/activations.py.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from byteback.ops.activations import ACTIVATIONS
 from byteback.ops.backends import reference, triton
 from byteback.ops.types import BatchNorm, GradientParts, QTensor, Wants, Window
 from same_bits import assert_same_bits, drawn, integers
@@ -35,6 +36,10 @@ def residual(kind: str, draw: torch.Generator) -> Tensor | QTensor | None:
         ("relu", "float", "int8"),
         pytest.param("relu", "no", "bfloat16", marks=pytest.mark.slow),
         ("relu6", "no", None),
+        pytest.param("silu", "no", "int8", marks=pytest.mark.slow),
+        *(pytest.param(name, "float", None, marks=pytest.mark.slow) for name in ("hardswish", "silu", "gelu")),
+        pytest.param("gelu", "no", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("hardswish", "no", "int8", marks=pytest.mark.slow),
     ],
 )
 def test_the_passes_of_a_block_equal_the_reference(activation: str, added: str, keep: str | None) -> None:
@@ -72,3 +77,27 @@ def test_max_pool_equals_the_reference(window: Window) -> None:
     g = drawn(tuple(expected[0].shape), draw)
     found = triton.max_pool_grad(g, expected[1], x.shape, window)
     assert_same_bits(found, reference.max_pool_grad(g, expected[1], x.shape, window))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_equal_the_reference(activation: str) -> None:
+    """From subnormal numbers to infinity, with NaN."""
+    sizes = torch.cat(
+        [torch.linspace(0, 14, 200), torch.logspace(-45, 38, 300), torch.tensor([3.0, 6.0, 12.0, 87.0, 88.4, 89.0])]
+    )
+    z = torch.cat([sizes, -sizes, torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])]).reshape(1, 1, -1, 1)
+    one, zero = torch.ones(1), torch.zeros(1)
+    found = triton.normalize(z, one, zero, None, activation, None, True, False, None, None, None)
+    assert_same_bits(
+        found.output, reference.normalize(z, one, zero, None, activation, None, True, False, None, None, None).output
+    )
+    parts = GradientParts(torch.full_like(z, 1.5), z, one, zero, None, activation, one, zero, zero)
+    assert_same_bits(triton.normalize_grad(parts), reference.normalize_grad(parts))
+
+
+def test_waiting_gradients_are_added_as_on_the_reference() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, g = drawn(SHAPE, draw), drawn(SHAPE, draw)
+    mask = torch.randint(0, 256, (SHAPE[0] * SHAPE[2] * SHAPE[3], 2), generator=draw).to(torch.uint8)
+    for bits in (mask, None):
+        assert_same_bits(triton.add_waiting(x, g, bits), reference.add_waiting(x, g, bits))

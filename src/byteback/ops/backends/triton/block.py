@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward passes of a fused block on a GPU. Smooth activations (hardswish, silu, gelu) run on the reference."""
+"""The forward passes of a fused block on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from byteback.ops.backends.reference.block import stored_as
 from byteback.ops.backends.triton import products
 from byteback.ops.backends.triton.kernels import norm as kernels
 from byteback.ops.backends.triton.launch import blocks, fits, launch, power_of_two
-from byteback.ops.backends.triton.norm import bounds, norm_coefficients
+from byteback.ops.backends.triton.norm import norm_coefficients
 from byteback.ops.backends.triton.quantize import new_counts
 from byteback.ops.backends.triton.statistics import channel_stats
 from byteback.ops.backends.triton.tiles import height
@@ -67,7 +67,7 @@ def _pass(
         *(x, a, b, added, added_scale, *(x if tensor is None else tensor for tensor in given)),
         *(rows, c, pitch or c, (c + 7) // 8),
         RESIDUAL=kind,
-        **bounds(activation),
+        ACT=TABLE[activation].number,
         INT8=values is not None,
         FLOAT=output is not None,
         MASK=mask is not None,
@@ -85,7 +85,7 @@ def _is_rounded(x: Tensor, residual: Residual) -> bool:
 
 @torch.no_grad()
 def normalize_peak(x: Tensor, a: Tensor, b: Tensor, residual: Residual, activation: str) -> Tensor:
-    if not fits(x) or TABLE[activation].is_smooth or _is_rounded(x, residual):
+    if not fits(x) or _is_rounded(x, residual):
         return reference.normalize_peak(x, a, b, residual, activation)
     peak = torch.zeros((), dtype=torch.int32, device=x.device)
     _pass(x, a, b, residual, activation, peak=peak)
@@ -107,7 +107,7 @@ def normalize(
     into: Into | None,
 ) -> Normalized:
     places = (None, None, 0) if into is None else into
-    is_plain = fits(x) and not TABLE[activation].is_smooth and not _is_rounded(x, residual)
+    is_plain = fits(x) and not _is_rounded(x, residual)
     if not is_plain or places[2] * x.numel() // max(x.shape[1], 1) >= 2**31:
         return reference.normalize(x, a, b, residual, activation, clip, want_float, want_mask, keep, extremes, into)
     output = values = mask = packed = None
@@ -115,7 +115,7 @@ def normalize(
         output = empty_last(x, torch.float32) if places[1] is None else places[1]
     if clip is not None:
         values = empty_last(x, torch.int8) if places[0] is None else places[0]
-    if want_mask:
+    if want_mask and not TABLE[activation].is_smooth:
         mask = torch.empty((x.numel() // x.shape[1], (x.shape[1] + 7) // 8), dtype=torch.uint8, device=x.device)
     kept: Kept | None = None
     if keep is not None and extremes is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward passes of a fused block on a GPU. Smooth activations run on the reference."""
+"""The backward passes of a fused block on a GPU."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from byteback.ops.activations import TABLE
+from byteback.ops.activations import MASK_GATE, TABLE
 from byteback.ops.backends import reference
 from byteback.ops.backends.triton.block import empty_last, rows_and_tile
 from byteback.ops.backends.triton.kernels import norm_grad as kernels
 from byteback.ops.backends.triton.launch import blocks, fits, launch
 from byteback.ops.backends.triton.quantize import new_counts
 from byteback.ops.backends.triton.statistics import fold, new_part, sums_grid, tile
+from byteback.ops.contract.layout import channels_last
 from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, QTensor
-
-add_waiting = reference.add_waiting
-
-_GATES = {"none": 0, "relu": 2, "relu6": 3}
 
 
 def _gate(mask: Tensor | None, activation: str) -> int:
-    return 1 if mask is not None else _GATES[activation]
+    row = TABLE[activation]
+    return row.gate if mask is None or row.is_smooth else MASK_GATE
 
 
 def _saved(x: Kept, fill: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
@@ -33,8 +31,16 @@ def _saved(x: Kept, fill: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     return (x, fill, fill), int(x.dtype == torch.bfloat16)
 
 
-def _runs(g: Tensor, activation: str) -> bool:
-    return fits(g) and not TABLE[activation].is_smooth
+@torch.no_grad()
+def add_waiting(x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+    if not fits(g):
+        return reference.add_waiting(x, g, mask)
+    out = empty_last(g, torch.float32)
+    rows, c, size = rows_and_tile(g)
+    grid = blocks(rows, size["BR"]), blocks(c, size["BC"])
+    tensors = channels_last(x), channels_last(g), g if mask is None else mask, out
+    launch(kernels.waiting, grid, *tensors, rows, c, (c + 7) // 8, GATE=_gate(mask, "none"), **size)
+    return out
 
 
 @torch.no_grad()
@@ -48,7 +54,7 @@ def normalize_grad_sums(
     want_masked: bool,
     want_squares: bool,
 ) -> GradSums:
-    if not _runs(g, activation):
+    if not fits(g):
         return reference.normalize_grad_sums(g, x, a, b, mask, activation, want_masked, want_squares)
     c = g.shape[1]
     rows = g.numel() // c
@@ -104,7 +110,7 @@ def run_gradient(
 
 @torch.no_grad()
 def normalize_grad(parts: GradientParts) -> Tensor:
-    if not _runs(parts.g, parts.activation):
+    if not fits(parts.g):
         return reference.normalize_grad(parts)
     dx = empty_last(parts.g, torch.float32)
     run_gradient(parts, out=dx)
@@ -125,7 +131,7 @@ def _copied(copy: list[Tensor], peak: Tensor) -> QTensor:
 
 @torch.no_grad()
 def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
-    if not _runs(parts.g, parts.activation):
+    if not fits(parts.g):
         return reference.normalize_grad_quantize(parts, clip, key)
     *copy, peak = new_copy(parts.g, clip)
     run_gradient(parts, one=tuple(copy), peak=peak, key=key)
@@ -136,7 +142,7 @@ def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | No
 def normalize_grad_quantize_pair(
     parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
 ) -> tuple[QTensor, QTensor]:
-    if not _runs(parts.g, parts.activation):
+    if not fits(parts.g):
         return reference.normalize_grad_quantize_pair(parts, clip, clip_per_channel, key)
     *one, peak = new_copy(parts.g, clip)
     *each, _ = new_copy(parts.g, clip_per_channel)
@@ -146,7 +152,7 @@ def normalize_grad_quantize_pair(
 
 @torch.no_grad()
 def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float | Tensor, key: Tensor | None) -> tuple[Tensor, QTensor]:
-    if not _runs(parts.g, parts.activation):
+    if not fits(parts.g):
         return reference.normalize_grad_quantize_by_ratio(parts, ratio, key)  # type: ignore[arg-type]
     clip = channel_peaks(parts) * ratio
     *copy, peak = new_copy(parts.g, clip)
@@ -167,7 +173,7 @@ def channel_peaks(parts: GradientParts) -> Tensor:
 
 @torch.no_grad()
 def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if not _runs(parts.g, parts.activation):
+    if not fits(parts.g):
         return reference.normalize_grad_tails(parts, per_channel, threshold)
     g, bits = parts.g, _channel_bits(parts.g)
     counts = torch.zeros((2, *bits.shape), dtype=torch.int64, device=g.device)

@@ -21,12 +21,6 @@ norm_invstd = reference.norm_invstd
 _BC = 128
 
 
-def bounds(activation: str) -> dict[str, bool]:
-    """Returns the bounds of an activation without a slope: FLOOR for relu, both for relu6."""
-    row = TABLE[activation]
-    return {"FLOOR": row.floor, "CEILING": row.ceiling == 6.0}
-
-
 @torch.no_grad()
 def norm_coefficients(stats: tuple[Tensor, Tensor, Tensor, Tensor], count: int, norm: BatchNorm, activation: str) -> NormState:
     total, squares, low, high = stats
@@ -51,7 +45,7 @@ def norm_coefficients(stats: tuple[Tensor, Tensor, Tensor, Tensor], count: int, 
         BETA=beta is not None,
         BIAS=bias is not None,
         RUNNING=running is not None,
-        **bounds(activation),
+        ACT=TABLE[activation].number,
         BC=_BC,
     )
     return NormState(a, b, mean, invstd, peak.view(torch.float32))

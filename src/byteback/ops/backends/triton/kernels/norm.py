@@ -7,6 +7,7 @@ x is (ROWS, C), dense. Every float operation rounds once, in the order of refere
 import triton
 import triton.language as tl
 
+from byteback.ops.backends.triton.kernels.activations import activated
 from byteback.ops.backends.triton.kernels.rounding import (
     clamped,
     count_bad,
@@ -34,21 +35,11 @@ def affine(invstd, centre, gamma, beta, c, ok, GAMMA: tl.constexpr, BETA: tl.con
 
 
 @triton.jit
-def bounded(z, FLOOR: tl.constexpr, CEILING: tl.constexpr):
-    """Returns relu (FLOOR) or relu6 (CEILING) of z. NaN stays NaN."""
-    if FLOOR:
-        z = tl.where(z <= 0.0, 0.0, z)
-    if CEILING:
-        z = tl.where(z > 6.0, 6.0, z)
-    return z
-
-
-@triton.jit
 def coefficients(
     total, squares, low, high, gamma, beta, bias, mean_, var_, eps, out_a, out_b, out_mean, out_invstd, peak,
     COUNT, UNBIASED, KEEP, ADD, C,
     GAMMA: tl.constexpr, BETA: tl.constexpr, BIAS: tl.constexpr, RUNNING: tl.constexpr,
-    FLOOR: tl.constexpr, CEILING: tl.constexpr, BC: tl.constexpr,
+    ACT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """a, b, mean, invstd and max|activation| of a norm from its sums; updates the running statistics.
 
@@ -75,8 +66,8 @@ def coefficients(
     tl.store(out_b + c, b, mask=ok)
     tl.store(out_mean + c, mean, mask=ok)
     tl.store(out_invstd + c, invstd, mask=ok)
-    lowest = bounded(tl.load(low + c, mask=ok, other=0.0) * a + b, FLOOR, CEILING)
-    highest = bounded(tl.load(high + c, mask=ok, other=0.0) * a + b, FLOOR, CEILING)
+    lowest = activated(tl.load(low + c, mask=ok, other=0.0) * a + b, ACT)
+    highest = activated(tl.load(high + c, mask=ok, other=0.0) * a + b, ACT)
     bits = tl.maximum(size_bits(lowest), size_bits(highest))
     tl.atomic_max(peak, tl.max(tl.where(ok, bits, 0), 0), sem="relaxed")
 
@@ -85,11 +76,14 @@ def coefficients(
 def normalize(
     x, a, b, residual, residual_scale, clip, q, scale, out, mask, counts, peak, kept, centre, step_of,
     ROWS, C, PITCH, MASK_PITCH,
-    RESIDUAL: tl.constexpr, FLOOR: tl.constexpr, CEILING: tl.constexpr,
+    RESIDUAL: tl.constexpr, ACT: tl.constexpr,
     INT8: tl.constexpr, FLOAT: tl.constexpr, MASK: tl.constexpr, PEAK: tl.constexpr, KEEP: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One pass. RESIDUAL: 0 none, 1 float32, 2 int8 with one scale. PITCH is the distance of pixels in q and out."""
+    """One pass. ACT is the number of the activation. RESIDUAL: 0 none, 1 float32, 2 int8 with one scale.
+
+    PITCH is the distance of pixels in q and out.
+    """
     row = tl.program_id(0) * BR + tl.arange(0, BR)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     ok = (row < ROWS) & (c < C)
@@ -100,7 +94,7 @@ def normalize(
         z = z + tl.load(residual + at, mask=ok, other=0.0)
     if RESIDUAL == 2:
         z = z + tl.load(residual + at, mask=ok, other=0).to(tl.float32) * tl.load(residual_scale)
-    y = bounded(z, FLOOR, CEILING)
+    y = activated(z, ACT)
     to = row * PITCH + c
     if PEAK:
         raise_peak(y, ok, peak)
@@ -113,9 +107,9 @@ def normalize(
         count_bad(y, limit, ok, counts)
     if MASK:
         on = ok
-        if FLOOR:
+        if ACT >= 1:
             on = on & (z > 0.0)
-        if CEILING:
+        if ACT == 2:
             on = on & (z < 6.0)
         bit = tl.reshape(on.to(tl.int32), (BR, BC // 8, 8)) << tl.arange(0, 8)[None, None, :]
         byte = tl.program_id(1) * (BC // 8) + tl.arange(0, BC // 8)[None, :]

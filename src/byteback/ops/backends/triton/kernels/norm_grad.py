@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward passes of a fused block: sums per channel, then dx = (p·gm + q·x) + r as floats or integers.
 
-gm is g where the activation passes a gradient: by the bits of a mask (GATE 1), or by z = a·x + b (GATE 2 relu, 3 relu6).
+gm is g times the derivative of the activation: by the bits of a mask (GATE 1), or by z = a·x + b (GATE 2 to 6: activations.py).
 KEPT says how x was saved: 0 float32, 1 bfloat16, 2 int8 with a step and a centre per channel.
 """
 
 import triton
 import triton.language as tl
 
+from byteback.ops.backends.triton.kernels.activations import gated
 from byteback.ops.backends.triton.kernels.rounding import count_bad, scale_of, size_bits, to_int8
 
 
@@ -27,11 +28,18 @@ def _masked(g, v, a, b, mask, row, c, ok, C, MASK_PITCH, GATE: tl.constexpr):
         gm = tl.where((byte >> (c % 8)) & 1 != 0, gm, 0.0)
     if GATE >= 2:
         z = tl.load(a + c, mask=c < C, other=0.0) * v + tl.load(b + c, mask=c < C, other=0.0)
-        on = z > 0.0
-        if GATE == 3:
-            on = on & (z < 6.0)
-        gm = tl.where(on, gm, 0.0)
+        gm = gated(gm, z, GATE)
     return gm
+
+
+@triton.jit
+def waiting(x, g, mask, out, ROWS, C, MASK_PITCH, GATE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """out = x + gm."""
+    row = tl.program_id(0) * BR + tl.arange(0, BR)[:, None]
+    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    ok = (row < ROWS) & (c < C)
+    gm = _masked(g, 0.0, g, g, mask, row, c, ok, C, MASK_PITCH, GATE)
+    tl.store(out + row * C + c, tl.load(x + row * C + c, mask=ok, other=0.0) + gm, mask=ok)
 
 
 @triton.jit
