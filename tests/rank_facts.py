@@ -239,43 +239,57 @@ def options_of_ddp() -> dict[str, tuple[int, str]]:
     return found
 
 
-def sharded_checkpoint() -> list[str] | None:
+def sharded_checkpoint() -> dict[str, list[str]] | None:
     """The weights of a sharded run, and of one that goes on from a checkpoint of torch.distributed.checkpoint."""
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:
         return None
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+
+    def shard(model: nn.Sequential) -> None:
+        fully_shard(model[2], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    found = {}
+    for order in ("prepare, shard", "shard, prepare"):
+        places: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(places)
+        found[order] = [_sharded_run(order, shard, places[0], goes_on) for goes_on in (False, True)]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(places[0])
+    return found
+
+
+def _sharded_run(order: str, shard: Callable[[nn.Sequential], None], place: str, goes_on: bool) -> str:
+    """12 steps with a checkpoint in the middle, or the last 6 of them from that checkpoint. Returns the weights."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    places: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(places)
-    found, draws = [], [_draw(), _draw()]
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    for goes_on in (False, True):
-        model, draw = network("unified-int8"), draws[0]
-        fully_shard(model[2], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
-        byteback.scale_learning_rates(optimizer, model)
-        if goes_on:
+    model, draw = network("unified-int8"), _draw()
+    if order == "shard, prepare":
+        recipe = model[2][0].recipe
+        byteback.restore(model)
+        shard(model)
+        byteback.prepare(model, recipe)
+    else:
+        shard(model)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    byteback.scale_learning_rates(optimizer, model)
+    if goes_on:
+        weights, momentum = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": momentum}
+        checkpoint.load(state, checkpoint_id=place)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for _ in range(6):  # the data of the first half
+            images(draw), torch.randint(0, 3, (4,), generator=draw)
+    for number in range(6 if goes_on else 12):
+        if number == 6:
             weights, momentum = get_state_dict(model, optimizer)
-            state = {"model": weights, "optimizer": momentum}
-            checkpoint.load(state, checkpoint_id=places[0])
-            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-            draw = draws[1]
-            for _ in range(6):  # the data of the first half
-                images(draw), torch.randint(0, 3, (4,), generator=draw)
-        for number in range(6 if goes_on else 12):
-            if number == 6:
-                weights, momentum = get_state_dict(model, optimizer)
-                checkpoint.save({"model": weights, "optimizer": momentum}, checkpoint_id=places[0])
-            step(model, optimizer, draw)
-        found.append(digest(model.parameters()))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(places[0])
-    return found
+            checkpoint.save({"model": weights, "optimizer": momentum}, checkpoint_id=place)
+        step(model, optimizer, draw)
+    return digest(model.parameters())
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What test_ranks.py starts with torchrun: `byteback train` several times in the same processes, with one rank that differs.
 
-Each rank has a working folder of its own, as on machines of its own, and writes what it saw to rank0.json or rank1.json.
+Each rank has a working folder of its own, as on machines of its own, and writes what it saw to rank0.json, rank1.json, ...
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -85,6 +86,10 @@ def other_images() -> dict[str, Any]:
 
 def other_settings() -> dict[str, Any]:
     return train(*DIGITS, "--lr", "0.2" if SECOND else "0.1", "--recipe", "plain-int8", "--output-dir", "../run-settings")
+
+
+def other_recipe() -> dict[str, Any]:
+    return train(*DIGITS, "--recipe", f"unified-int8:period={20 if SECOND else 10}", "--output-dir", "../run-recipe")
 
 
 def no_shared_folder() -> dict[str, Any]:
@@ -175,12 +180,35 @@ def video() -> dict[str, Any]:
     return train(*SMALL, *clips, "--batch-size", "2", "--recipe", "unified-int8", "--output-dir", "../video")
 
 
+# ---- every recipe ----
+
+
+def _hundred_steps(task: str, recipe: str) -> dict[str, Any]:
+    """Steps of 8 images, shared by 2 or 4 ranks."""
+    where = {
+        "digits": ("--train-images", "800"),
+        "detection": ("--task", "detect", "--data", "voc:../shapes", "--backbone", "resnet18", "--image-size", "32"),
+        "video": ("--task", "video", "--data", "frames:../frames", "--frames", "4", "--image-size", "16", "--model", "r3d_8"),
+    }
+    epochs = {"digits": "1", "detection": "5", "video": "5"}[task]
+    each = str(8 // int(os.environ["WORLD_SIZE"]))
+    args = (*SMALL, *where[task], "--epochs", epochs, "--batch-size", each, "--histogram-every", "0", "--recipe", recipe)
+    return train(*args, "--output-dir", f"../{task}-{recipe}")
+
+
+def _every() -> dict[str, Callable[[], dict[str, Any]]]:
+    recipes = ("float32", "plain-int8", "unified-int8", "distribution-adaptive-int8")
+    tasks = ("digits", "detection", "video")
+    return {f"{task}-{recipe}": functools.partial(_hundred_steps, task, recipe) for task in tasks for recipe in recipes}
+
+
 SETS = {
     "days": (
         whole_run,
         other_code,
         other_images,
         other_settings,
+        other_recipe,
         no_shared_folder,
         bad_image_of_rank_1,
         bad_image_of_rank_0,
@@ -199,7 +227,8 @@ def main(name: str, folder: Path) -> None:
     float_table.RULES = ()  # small layers in int8, too
     loop.Run._save = _recorded(loop.Run._save)  # type: ignore[method-assign]
     os.chdir(folder / f"machine{os.environ['RANK']}")
-    found = {check.__name__: check() for check in SETS[name]}
+    checks = _every() if name == "recipes" else {check.__name__: check for check in SETS[name]}
+    found = {called: check() for called, check in checks.items()}
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
     own_exit(0)  # two_ranks.py says why
 

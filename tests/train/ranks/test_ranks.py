@@ -21,18 +21,17 @@ from small_runs import picture_folder
 
 pytest.importorskip("PIL")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no torch.distributed")
-Seen = tuple[dict[str, Any], dict[str, Any]]
+Seen = list[dict[str, Any]]
 
 
-def together(name: str, folder: Path) -> Seen:
-    """What two ranks saw."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def together(name: str, folder: Path, ranks: int = 2) -> Seen:
+    """What each rank saw."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, *launcher, str(Path(__file__).with_name("rank_days.py")), name, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280 if name == "days" else 3000, env=env)
     assert done.returncode == 0, done.stderr
-    here, there = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
-    return here, there
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +91,12 @@ def test_different_code_is_said_once(seen: Seen, folder: Path) -> None:
     error = said(seen, "other_code")
     assert "rank 1 has another code of byteback than rank 0: 9.9, checksum beef instead of 9.9, checksum cafe" in error
     assert not (folder / "run-code").exists()
+
+
+def test_a_recipe_that_differs_is_said_once(seen: Seen, folder: Path) -> None:
+    error = said(seen, "other_recipe")
+    assert "rank 1 has another --recipe than rank 0: ('unified-int8:period=20',) instead of ('unified-int8:period=10" in error
+    assert not (folder / "run-recipe").exists()
 
 
 def test_different_images_are_said_once(seen: Seen, folder: Path) -> None:
@@ -157,21 +162,26 @@ def test_nan_on_one_rank_ends_the_member_on_all_and_the_next_is_trained(seen: Se
 # ---- other tasks ----
 
 
-@pytest.mark.slow
-def test_detection_and_video_are_one_run_of_two_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("pycocotools")
+def _boxes_and_clips(folder: Path, ranks: int, shapes: int, clips: int) -> None:
+    """A folder for each rank, images with boxes, and clips of 5 frames."""
     from PIL import Image
 
     from drawn_shapes import draw
 
-    for rank in range(2):
-        (tmp_path / f"machine{rank}").mkdir()
-    draw(tmp_path / "shapes", train=12, test=3)
-    for number in range(80):  # 16 clips of 5 frames
+    for rank in range(ranks):
+        (folder / f"machine{rank}").mkdir()
+    draw(folder / "shapes", train=shapes, test=3)
+    for number in range(5 * clips):
         clip, frame = divmod(number, 5)
-        path = tmp_path / "frames" / ("walk" if clip % 2 else "run") / f"clip{clip}" / f"{frame}.png"
+        path = folder / "frames" / ("walk" if clip % 2 else "run") / f"clip{clip}" / f"{frame}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((24, 30, 3), 40 * frame + clip, dtype=np.uint8)).save(path)
+        Image.fromarray(np.full((24, 30, 3), (40 * frame + clip) % 256, dtype=np.uint8)).save(path)
+
+
+@pytest.mark.slow
+def test_detection_and_video_are_one_run_of_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("pycocotools")
+    _boxes_and_clips(tmp_path, ranks=2, shapes=12, clips=16)
     here, there = together("tasks", tmp_path)
     for name, steps, score in (("detection", 3, "mAP"), ("video", 3, "test_accuracy")):
         assert here[name]["code"] == there[name]["code"] == 0, (here[name], there[name])
@@ -183,3 +193,18 @@ def test_detection_and_video_are_one_run_of_two_ranks(tmp_path: Path) -> None:
         epoch = next(record for record in records if record["kind"] == "epoch")
         assert 0.0 <= epoch[score] <= 1.0 and records[-1]["kind"] == "end"
     assert json.loads((tmp_path / "detection" / "unified-int8" / "seed0" / "detections.json").read_text())["epochs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_hundred_steps_of_every_recipe_leave_the_same_bits_on_all_ranks(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("pycocotools")
+    _boxes_and_clips(tmp_path, ranks, shapes=160, clips=200)
+    seen = together("recipes", tmp_path, ranks)
+    assert len(seen) == ranks and len(seen[0]) == 3 * 4
+    for name, first in seen[0].items():
+        assert all(rank[name]["code"] == 0 for rank in seen), [rank[name] for rank in seen]
+        assert all(rank[name]["saved"] == first["saved"] != [] for rank in seen), name
+        _, _, recipe = name.partition("-")
+        records = read_lines(tmp_path / name / recipe / "seed0" / "metrics.jsonl")
+        assert records[0]["ranks"] == ranks and records[-1]["step"] == 100, (name, records[-1])

@@ -7,8 +7,10 @@ goes on (a signal, a NaN, an unreadable image, the time for a checkpoint) is agr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -142,16 +144,11 @@ class Ranks(World):
     def why_lost(self, error: Exception, where: str) -> str | None:
         if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _LOST):
             return None
-        try:
-            self.store.set(f"alive/{self.rank}", where)
-            deadline = time.monotonic() + _GRACE
-            keys = [f"alive/{rank}" for rank in range(self.size)]
-            while time.monotonic() < deadline and not all(self.store.check([key]) for key in keys):
-                time.sleep(0.1)
-            alive = [rank for rank, key in enumerate(keys) if self.store.check([key])]
-            names = {rank: self.store.get(f"name/{rank}").decode() for rank in range(self.size) if rank not in alive}
-        except RuntimeError:  # the process that holds the store has gone
-            return f"train: the connection to the other processes is lost {where}. {_NEXT}"
+        lost = f"train: the connection to the other processes is lost {where}. {_NEXT}"
+        found = _within(2 * _GRACE, lambda: self._who_answers(where))
+        if found is None:  # the process that holds the store has gone, or the network to it
+            return lost
+        alive, names = found
         if alive[0] != self.rank:
             return ""  # another rank says it
         if not names:
@@ -162,6 +159,16 @@ class Ranks(World):
             f"{self.timeout:g} s (--rank-timeout). {_NEXT}"
         )
 
+    def _who_answers(self, where: str) -> tuple[list[int], dict[int, str]]:
+        """Returns the ranks that can still say something, and the names of those that cannot."""
+        keys = [f"alive/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], where)
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline and not all(self.store.check([key]) for key in keys):
+            time.sleep(0.1)
+        alive = [rank for rank, key in enumerate(keys) if self.store.check([key])]
+        return alive, {rank: self.store.get(f"name/{rank}").decode() for rank in range(self.size) if rank not in alive}
+
     def name_myself(self) -> None:
         """Tells the others who this rank is, for their errors."""
         self.store.set(f"name/{self.rank}", f"{socket.gethostname()}, process {os.getpid()}")
@@ -170,7 +177,24 @@ class Ranks(World):
         dist.destroy_process_group()
 
 
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """Returns the answer; None if it fails, or does not come in time (PyTorch waits for ever after a cut cable)."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(ask())
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else None
+
+
 _NEXT = "Start the same command again with --resume auto to go on from the last checkpoint."
+
+
+_TOGETHER = "Start all of them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or let torchrun do it."
 
 
 def join(timeout: float) -> World:
@@ -180,44 +204,65 @@ def join(timeout: float) -> World:
         return World()
     if not dist.is_available():
         raise RuntimeError("train: this build of PyTorch has no torch.distributed. Start one process without torchrun.")
+    rank = int(os.environ.get("RANK") or "0")
+    address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     try:
-        store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
-        store.set_timeout(timedelta(seconds=timeout))
-        # After a restart torchrun may hand out the same store, with the addresses of processes that have died.
-        store = PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = _store(rank, timeout)
         missing = _missing(store, rank, size, timeout)
-    except RuntimeError as error:
-        rank, missing = int(os.environ.get("RANK") or "0"), []
-        text = (str(error).splitlines() or [""])[0]
-        raise _absent(
-            rank, f"not all of the {size} processes could meet at {_address()} within {timeout:g} s: {text}"
-        ) from error
+    except RuntimeError as error:  # nobody can speak for the others
+        why = (str(error).splitlines() or [""])[0]
+        raise RuntimeError(f"train: rank {rank} of {size} processes cannot reach {address}: {why} {_TOGETHER}") from error
     if missing:
-        who = ", ".join(map(str, missing))
-        raise _absent(rank, f"rank {who} of {size} processes did not come to {_address()} within {timeout:g} s")
+        who, first = ", ".join(map(str, missing)), min({*range(size)} - {*missing})
+        text = f"train: rank {who} of {size} processes did not come to {address} within {timeout:g} s. {_TOGETHER}"
+        raise RuntimeError(text if rank == first else "")
     ranks = Ranks(store, rank, size, timeout)
     ranks.name_myself()
     return ranks
 
 
+def _store(rank: int, timeout: float) -> Any:
+    """Returns the store where the processes meet. torchrun has one; else rank 0 does."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdigit():
+        raise RuntimeError("MASTER_ADDR and MASTER_PORT must name a machine and a port.")
+    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not holds:
+        _await_listener(address, int(port), timeout)
+    # It does not wait for the other ranks: `_missing` does, and knows their names.
+    store = TCPStore(address, int(port), None, holds, timedelta(seconds=timeout), wait_for_workers=False)
+    # After a restart torchrun may hand out the same store, with the addresses of processes that have died.
+    return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _await_listener(address: str, port: int, timeout: float) -> None:
+    """Waits until somebody listens there. PyTorch waits too, but then prints pages of addresses of functions."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{error.strerror or error} for {timeout:g} s.") from error
+        time.sleep(0.1)
+
+
 def _missing(store: Any, rank: int, size: int, timeout: float) -> list[int]:
     """Returns the ranks that do not come."""
-    here = PrefixStore("here", store)
-    here.set(str(rank), "here")
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        missing = [other for other in range(size) if not here.check([str(other)])]
-        if not missing:
-            return []
-        time.sleep(0.05)
+    missing = _silent(store, "here", rank, range(size), timeout)
+    if missing:  # the others are to see that before the one that holds the store ends
+        _silent(store, "seen", rank, [other for other in range(size) if other not in missing], _GRACE)
     return missing
 
 
-def _absent(rank: int, what: str) -> RuntimeError:
-    advice = "Start all of them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or let torchrun do it."
-    error = RuntimeError(f"train: {what}. {advice}" if rank == 0 else "")
-    return error
-
-
-def _address() -> str:
-    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+def _silent(store: Any, word: str, rank: int, ranks: Sequence[int], patience: float) -> list[int]:
+    """Says a word to the others, and waits until `ranks` have said it. Returns those that have not."""
+    said = PrefixStore(word, store)
+    said.set(str(rank), word)
+    deadline = time.monotonic() + patience
+    while True:
+        silent = [other for other in ranks if not said.check([str(other)])]
+        if not silent or time.monotonic() > deadline:
+            return silent
+        time.sleep(0.05)
