@@ -3,10 +3,11 @@
 //
 //   source pixel = grid pixel * step + tap offset,   zeros where that falls outside the image
 //
-// Divisions and bound checks are the price of not copying the image with a halo, so they are paid once per pixel: a pixel
-// whose taps all lie inside costs one addition per tap after that.
+// Divisions and bound checks are the price of not copying the image with a halo, so they are paid once per line of pixels, and
+// for each of the few pixels that have a tap outside.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -39,6 +40,23 @@ inline void next_pixel(Pixel& pixel, const s64 (&size)[3]) {
     ++pixel.n;
 }
 
+// Taps side by side in the source and in what is packed: a pixel whose taps all lie inside copies them in one go.
+struct Piece {
+    s64 offset, length, position;
+};
+
+// Appends a piece, or joins it with the one before it.
+inline void add_piece(std::vector<Piece>& pieces, const Piece& piece) {
+    if (!pieces.empty()) {
+        Piece& last = pieces.back();
+        if (last.offset + last.length == piece.offset && last.position + last.length == piece.position) {
+            last.length += piece.length;
+            return;
+        }
+    }
+    pieces.push_back(piece);
+}
+
 class Gather {
 public:
     // One pixel of the grid, prepared.
@@ -46,6 +64,13 @@ public:
         const s8* base;  // where a tap of offset 0 would read; valid for the others only if `inside`
         s64 n, at[3];
         bool inside;
+    };
+
+    // Pixels of the grid side by side. Those with all taps inside are begin .. end-1; for the i-th a tap of offset 0 reads
+    // base + i * step.
+    struct Line {
+        const s8* base;
+        s64 step, begin, end;
     };
 
     Gather() = default;
@@ -75,6 +100,21 @@ public:
         o.base += flat * channels_;
         return o;
     }
+
+    // `count` pixels from `pixel` on, all in one line of the grid.
+    Line line(const Pixel& pixel, s64 count) const {
+        const Origin o = origin(pixel);
+        Line l{o.base, step_[2] * channels_, 0, 0};
+        for (int axis = 0; axis < 2; ++axis)
+            if (o.at[axis] + low_[axis] < 0 || o.at[axis] + high_[axis] >= size_[axis]) return l;
+        const s64 room = size_[2] - 1 - high_[2] - o.at[2];  // that the last pixel inside may be moved on by
+        l.begin = std::clamp<s64>(ceil_div(-(o.at[2] + low_[2]), step_[2]), 0, count);
+        l.end = room < 0 ? l.begin : std::clamp<s64>(room / step_[2] + 1, l.begin, count);
+        return l;
+    }
+
+    // Of a pixel whose taps all lie inside, from where a tap of offset 0 reads.
+    s64 offset(s64 tap) const { return flat_[static_cast<size_t>(tap)]; }
 
     const s8* at(const Origin& o, s64 tap) const {
         if (o.inside) return o.base + flat_[static_cast<size_t>(tap)];

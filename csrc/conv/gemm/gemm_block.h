@@ -14,6 +14,9 @@
 //   kOffset               added to A when packed, and taken off by the starts of the sums
 //   kDepth, kTileRows     depth of a block in gemm_product.h, rows of a tile in gemm_grad_weight.h, for the first-level cache
 //   kTileStep             rows of a tile are a multiple of it
+//   kNearBytes            of the packed rows of A that meet all panels before the next ones come
+//   kSumsBytes            of dW: up to here each thread keeps its own in the second-level cache
+//   kPackedBytes          of both operands of dW that are packed at a time
 // and the functions
 //   pack_row_a, pack_row_b        n values of one row. May write up to 15 values past the end
 //   interleave_a, interleave_b    n values of kUnit rows, of which `readable` may be read: [value][row]. Every 16 values, the

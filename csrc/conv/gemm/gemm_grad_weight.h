@@ -29,12 +29,10 @@
 namespace byteback {
 namespace {
 
-constexpr s64 kStretch = 131072;       // pixels per int32 sum, below kInt32Depth = 133144
-constexpr s64 kSmallBytes = 400'000;   // of dW: up to here each thread keeps its own in the second-level cache
-constexpr s64 kPackedBytes = 6 << 20;  // of both packed operands at a time
-constexpr s64 kBlock = 256;            // pixels packed at a time
-constexpr s64 kPackJob = 32;           // pixels that one thread packs for the others
-constexpr s64 kFetchAhead = 16;        // pixels: the rows of a packed block are too many streams for the hardware
+constexpr s64 kStretch = 131072;  // pixels per int32 sum, below kInt32Depth = 133144
+constexpr s64 kBlock = 256;       // pixels packed at a time
+constexpr s64 kPackJob = 32;      // pixels that one thread packs for the others
+constexpr s64 kFetchAhead = 16;   // pixels: the rows of a packed block are too many streams for the hardware
 
 struct PackScratch {};
 struct SumScratch {};
@@ -56,7 +54,7 @@ public:
     // `sums` (one tile by one panel) that is complete.
     template <class Finish>
     void stretch(s64 first, s64 count, int threads, const Finish& finish) {
-        if (size() * 4 <= kSmallBytes && count >= 1024 * threads)
+        if (size() * 4 <= Micro::kSumsBytes && count >= 1024 * threads)
             by_pixels(first, count, threads, finish);
         else
             by_tiles(first, count, threads, finish);
@@ -170,7 +168,7 @@ private:
 
     template <class Finish>
     void by_tiles(s64 first, s64 count, int threads, const Finish& finish) {
-        const s64 most = std::max<s64>(1, kPackedBytes / (a_block() + b_block())), all = ceil_div(count, kBlock);
+        const s64 most = std::max<s64>(1, Micro::kPackedBytes / (a_block() + b_block())), all = ceil_div(count, kBlock);
         const s64 each = ceil_div(all, ceil_div(all, most));  // blocks of a pass
         char* packed = scratch<PackScratch>(static_cast<size_t>(each * (a_block() + b_block())));
         for (s64 done = 0; done < all; done += each)

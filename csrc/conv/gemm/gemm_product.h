@@ -29,6 +29,7 @@ struct Segment {
 struct DepthBlock {
     DepthPart part;
     std::vector<Segment> segments;
+    std::vector<Piece> pieces;
 
     // Products that one sum gets from it: the zeros that fill up the packed depth add none.
     s64 products() const {
@@ -45,7 +46,7 @@ std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded, s64 most) 
         const s64 count = ceil_div(taps * padded, most), each = ceil_div(taps, count);
         for (s64 first = 0; first < taps; first += each) {
             const s64 last = std::min(taps, first + each);
-            DepthBlock block{{first * padded, (last - first) * padded}, {}};
+            DepthBlock block{{first * padded, (last - first) * padded}, {}, {}};
             for (s64 t = first; t < last; ++t) block.segments.push_back({t, 0, depth, (t - first) * padded});
             blocks.push_back(block);
         }
@@ -55,7 +56,7 @@ std::vector<DepthBlock> depth_blocks(s64 taps, s64 depth, s64 padded, s64 most) 
     for (s64 t = 0; t < taps; ++t)
         for (s64 c = 0; c < padded; c += each) {
             const s64 length = std::min(each, padded - c);
-            blocks.push_back({{t * padded + c, length}, {{t, c, std::min(length, depth - c), 0}}});
+            blocks.push_back({{t * padded + c, length}, {{t, c, std::min(length, depth - c), 0}}, {}});
         }
     return blocks;
 }
@@ -118,7 +119,9 @@ public:
           rows(p.batch * p.grid_pixels()), padded_columns(round_up(p.columns, kColumns)),
           blocks(depth_blocks(static_cast<s64>(p.taps.size()), p.depth, padded, Micro::kDepth)) {
         std::vector<DepthPart> parts;
-        for (const DepthBlock& block : blocks) {
+        for (DepthBlock& block : blocks) {
+            for (const Segment& s : block.segments)
+                add_piece(block.pieces, {p.from.offset(s.tap) + s.begin, s.length, s.position});
             parts.push_back(block.part);
             widest = std::max(widest, block.part.length);
         }
@@ -132,9 +135,14 @@ public:
         const bool whole = Micro::kExact || p.columns % kColumns == 0;
         const bool direct = blocks.size() == 1 && whole && p.factor.row == 0;
         const s64 c_bytes = direct && !p.finish ? 0 : padded_columns * 4;
-        // Every block ends in the second-level cache, and every thread gets as many blocks as the others.
+        // Every block ends in the second-level cache, its rows in the first-level one if their sums are written once; and every
+        // thread gets as many blocks as the others.
+        const s64 a_bytes = widest * Micro::kBytes;
+        const auto fits = [&](s64 n) {
+            return n * (a_bytes + c_bytes) <= kBlockBytes && (!direct || n * a_bytes <= Micro::kNearBytes);
+        };
         s64 each = Micro::kRows * 16;
-        while (each > Micro::kRows * 4 && each * (widest * Micro::kBytes + c_bytes) > kBlockBytes) each -= Micro::kRows;
+        while (each > Micro::kRows * 4 && !fits(each)) each -= Micro::kRows;
         const s64 count = round_up(ceil_div(rows, each), threads);
         each = round_up(ceil_div(rows, count), Micro::kRows);
         parallel_for(threads, ceil_div(rows, each), [&](s64 i) {
@@ -153,11 +161,12 @@ private:
         std::vector<f32*> to(static_cast<size_t>(count));
         f32* own = p.finish ? floats(count * p.columns) : nullptr;
         bool aligned = !own && result_bytes(p) > kStreamBytes && p.columns % kColumns == 0;
-        Pixel pixel = pixel_of(first, p.grid);
-        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
-            to[static_cast<size_t>(i)] = own ? own + i * p.columns : result_of(p, pixel);
-            aligned = aligned && reinterpret_cast<uintptr_t>(to[static_cast<size_t>(i)]) % 64 == 0;
-        }
+        for_lines(first, count, [&](s64 begin, s64 n, const Pixel& pixel) {
+            f32* row = own ? own + begin * p.columns : result_of(p, pixel);
+            const s64 step = own ? p.columns : p.result_step[2] * p.result_channels;
+            aligned = aligned && reinterpret_cast<uintptr_t>(row) % 64 == 0;
+            for (s64 i = begin; i < begin + n; ++i, row += step) to[static_cast<size_t>(i)] = row;
+        });
         multiply_to_rows(count, A, to.data(), aligned,
                          Ahead(p, first + count, std::min(count, rows - first - count),
                                ceil_div(p.columns, kWide) * ceil_div(count, Micro::kRows)));
@@ -216,13 +225,38 @@ private:
         if (together) (*p.finish)(first, count, p.result_begin, p.columns, own);
     }
 
-    void gather(const DepthBlock& block, s64 first, s64 count, char* A) const {
+    // body(i, n, pixel) for the rows i .. i + n - 1 of a block, which are `pixel` and those beside it in one line of the grid.
+    template <class Body>
+    void for_lines(s64 first, s64 count, const Body& body) const {
         Pixel pixel = pixel_of(first, p.grid);
-        for (s64 i = 0; i < count; ++i, next_pixel(pixel, p.grid)) {
-            const Gather::Origin origin = p.from.origin(pixel);
-            for (const Segment& s : block.segments)
-                Micro::pack_row_a(A + i * stride + s.position * Micro::kBytes, p.from.at(origin, s.tap) + s.begin, s.length);
+        for (s64 i = 0; i < count;) {
+            const s64 n = std::min(count - i, p.grid[2] - pixel.at[2]);
+            body(i, n, pixel);
+            i += n;
+            pixel.at[2] += n - 1;
+            next_pixel(pixel, p.grid);
         }
+    }
+
+    void gather(const DepthBlock& block, s64 first, s64 count, char* A) const {
+        for_lines(first, count, [&](s64 begin, s64 n, Pixel pixel) {
+            const Gather::Line line = p.from.line(pixel, n);
+            const s8* base = line.base;
+            char* to = A + begin * stride;
+            for (s64 i = 0; i < n; ++i, ++pixel.at[2], base += line.step, to += stride) {
+                if (i < line.begin || i >= line.end)
+                    gather_pixel(block, pixel, to);
+                else
+                    for (const Piece& piece : block.pieces)
+                        Micro::pack_row_a(to + piece.position * Micro::kBytes, base + piece.offset, piece.length);
+            }
+        });
+    }
+
+    void gather_pixel(const DepthBlock& block, const Pixel& pixel, char* to) const {
+        const Gather::Origin origin = p.from.origin(pixel);
+        for (const Segment& s : block.segments)
+            Micro::pack_row_a(to + s.position * Micro::kBytes, p.from.at(origin, s.tap) + s.begin, s.length);
     }
 
     void multiply(s64 part, const char* A, s64 count, s32* C, bool accumulate) const {
@@ -247,7 +281,7 @@ private:
 
     const Product& p;
     const s64 padded, length, rows, padded_columns;  // of a tap's channels, of all taps' together; of the result
-    const std::vector<DepthBlock> blocks;
+    std::vector<DepthBlock> blocks;
     PackedWeights weights{};
     s64 widest = 0, stride = 0;
 };

@@ -93,6 +93,7 @@ struct SignedPairs {
     static constexpr bool kExact = false;
     static constexpr s32 kOffset = 0;
     static constexpr s64 kDepth = 640, kTileRows = 48, kTileStep = kRows;
+    static constexpr s64 kNearBytes = 400'000, kSumsBytes = 400'000, kPackedBytes = 6 << 20;
 
     // Both multiplies before both additions is a few percent faster than alternating.
     __attribute__((always_inline)) static void row(Vector& low, Vector& high, Vector b_low, Vector b_high, Vector,
@@ -137,6 +138,7 @@ struct UnsignedQuads {
     static constexpr bool kExact = false;
     static constexpr s32 kOffset = 0;
     static constexpr s64 kDepth = 1280, kTileRows = 80, kTileStep = kRows;
+    static constexpr s64 kNearBytes = 400'000, kSumsBytes = 400'000, kPackedBytes = 6 << 20;
 
     __attribute__((always_inline)) static void row(Vector& low, Vector& high, Vector b_low, Vector b_high, Vector ones,
                                                    const char* a) {

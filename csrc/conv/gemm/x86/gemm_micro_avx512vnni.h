@@ -27,15 +27,17 @@ struct OffsetQuads {
     static constexpr bool kExact = true;
     static constexpr s32 kOffset = 128;
     static constexpr s64 kDepth = 1280, kTileRows = 80, kTileStep = 16;
+    static constexpr s64 kNearBytes = 16 << 10, kSumsBytes = 700'000, kPackedBytes = 1 << 20;
 
     static __m512i flip() { return _mm512_set1_epi8(static_cast<char>(0x80)); }
     static __mmask64 first(s64 n) { return n >= 64 ? ~__mmask64{0} : (__mmask64{1} << n) - 1; }
 
     static void pack_row_a(char* to, const s8* from, s64 n) {
-        for (s64 c = 0; c < n; c += 64) {
-            const __mmask64 there = first(n - c);
-            _mm512_mask_storeu_epi8(to + c, there, _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, from + c), flip()));
-        }
+        for (; n >= 64; n -= 64, to += 64, from += 64)
+            _mm512_storeu_si512(to, _mm512_xor_si512(_mm512_loadu_si512(from), flip()));
+        if (n == 0) return;
+        const __mmask64 there = first(n);
+        _mm512_mask_storeu_epi8(to, there, _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, from), flip()));
     }
     static void pack_row_b(char* to, const s8* from, s64 n) { std::memcpy(to, from, static_cast<size_t>(n)); }
 
