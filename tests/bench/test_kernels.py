@@ -54,6 +54,9 @@ def test_the_peaks_are_measured_first_and_written_with_the_shares(tmp_path: Path
     for layer in result["layers"]:
         assert layer["of_peak"] == peaks.share(MEASURED, layer["kernel"], layer["gmacs"])
         assert (layer["of_peak"] is not None) == (paths.current().startswith("avx"))
+        shares = result["shares"]["3x3_s1"]
+        assert shares[layer["product"]] == (None if layer["of_peak"] is None else round(layer["of_peak"], 3))
+        assert layer["gmacs"] == pytest.approx(2 * 16 * 16 * 8 * 8 * 9 / layer["alone_ms"] / 1e6)
     said = console.export_text()
     assert "peaks in GMAC/s, from registers: vpmaddubsw ymm 120" in said
     assert said.index("from registers") < said.index("of peak")

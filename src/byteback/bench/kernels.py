@@ -6,7 +6,8 @@ over rounds. PyTorch uses the faster of contiguous and channels_last. The int8 s
 quantizing and packing the weight; a second ratio also includes the clip and quantization of the activation or gradient.
 Layers that fall back to float (nn/float_table.py) are timed like the others and marked: their ratio is still that of the int8
 kernel, and a second geometric mean counts them as 1.0, which is what a user gets. malloc is tuned for both sides by default.
-The machine's peaks are measured first, and "of peak" is the share of them that a kernel reaches (peaks.py).
+The machine's peaks are measured first, and "of peak" is the share of them that a kernel reaches alone (peaks.py): from operands
+that are all int8, in the second of two calls, because a layer's operands were just written by the layer before.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Timing:
     product: str
     kernel: str
     int8_ms: float
+    alone_ms: float
     float_ms: float
     ratio: float
     ratio_with_quantize: float
@@ -80,8 +82,12 @@ class Timing:
 
     @property
     def gmacs(self) -> float:
-        """Billions of multiplications per second, as the textbook counts them."""
-        return self.case.macs / self.int8_ms / 1e6
+        """Billions of multiplications per second of the kernel alone, as the textbook counts them."""
+        return self.case.macs / self.alone_ms / 1e6
+
+    def share(self, measured: dict[str, float]) -> float | None:
+        """Returns the share of the machine's peak that the kernel alone reaches; None if no peak is known."""
+        return peaks.share(measured, self.kernel, self.gmacs)
 
 
 class Operands:
@@ -114,12 +120,17 @@ class Operands:
 
     def int8(self, product: str) -> Tensor:
         """Computes a product from int8 activations; the weight is quantized each time, as in a training step."""
+        if product != "grad_weight":
+            self.w_q, self.w_scale = self.quantized(self.w_last)
+        return self.alone(product)
+
+    def alone(self, product: str) -> Tensor:
+        """Computes a product from operands that are all int8."""
         if product == "grad_weight":
             return ops.conv_int8_grad_weight(self.g_q, self.g_scale, self.x_q, self.x_scale, self.w.shape, *self.geometry)
-        w_q, w_scale = self.quantized(self.w_last)
         if product == "output":
-            return ops.conv_int8(self.x_q, self.x_scale, w_q, w_scale, *self.geometry)
-        return ops.conv_int8_grad_input(self.g_q, self.g_scale, w_q, w_scale, self.x.shape, *self.geometry)
+            return ops.conv_int8(self.x_q, self.x_scale, self.w_q, self.w_scale, *self.geometry)
+        return ops.conv_int8_grad_input(self.g_q, self.g_scale, self.w_q, self.w_scale, self.x.shape, *self.geometry)
 
     def with_quantize(self, product: str) -> Tensor:
         """The same, with the clip and quantization of the activation (output) or of the gradient (the others)."""
@@ -139,7 +150,10 @@ class Operands:
         return torch.ops.aten.convolution_backward(g, x, w, None, stride, padding, dilation, False, [0, 0], groups, mask)[which]
 
 
-def _timed(run: Callable[[], object]) -> float:
+def _timed(run: Callable[[], object], again: bool) -> float:
+    """Returns the milliseconds of a call; with `again` those of a second one."""
+    if again:
+        run()
     start = time.perf_counter()
     run()
     return 1e3 * (time.perf_counter() - start)
@@ -167,10 +181,11 @@ def measure(network: str, case: ConvCase, rounds: int) -> list[Timing]:
             lambda p=product: operands.with_quantize(p),  # type: ignore[misc]
             lambda p=product: operands.float32(p, True),  # type: ignore[misc]
             lambda p=product: operands.float32(p, False),  # type: ignore[misc]
+            lambda p=product: operands.alone(p),  # type: ignore[misc]
         ]
         for side in sides:
             side()
-        samples = [[_timed(side) for side in sides] for _ in range(rounds)]
+        samples = [[_timed(side, side is sides[-1]) for side in sides] for _ in range(rounds)]
         medians = [stats.median(column) for column in zip(*samples, strict=True)]
         best = 2 if medians[2] <= medians[3] else 3
         timings.append(
@@ -180,6 +195,7 @@ def measure(network: str, case: ConvCase, rounds: int) -> list[Timing]:
                 product,
                 kernel,
                 medians[0],
+                medians[4],
                 medians[best],
                 stats.median(row[best] / row[0] for row in samples),
                 stats.median(row[best] / row[1] for row in samples),
@@ -189,19 +205,26 @@ def measure(network: str, case: ConvCase, rounds: int) -> list[Timing]:
 
 
 def _geomean(ratios: list[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else float("nan")
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def summarize(timings: list[Timing]) -> dict[str, object]:
+def _by_class(timings: list[Timing], value: Callable[[Timing], float | None]) -> dict[str, dict[str, float | None]]:
+    """Returns geometric means of a value by class and product; None where it is not known."""
+
+    def mean(kind: str, product: str) -> float | None:
+        values = [value(t) for t in timings if t.case.kind == kind and t.product == product]
+        known = [v for v in values if v is not None]
+        return round(_geomean(known), 3) if known else None
+
+    return {kind: {product: mean(kind, product) for product in PRODUCTS} for kind in sorted({t.case.kind for t in timings})}
+
+
+def summarize(timings: list[Timing], measured_peaks: dict[str, float]) -> dict[str, object]:
     """Returns geometric means by class and product and over all, and the slowest product."""
-    kinds = sorted({t.case.kind for t in timings})
-    classes = {
-        kind: {p: round(_geomean([t.ratio for t in timings if t.case.kind == kind and t.product == p]), 3) for p in PRODUCTS}
-        for kind in kinds
-    }
     slowest = min(timings, key=lambda t: t.ratio)
     return {
-        "classes": classes,
+        "classes": _by_class(timings, lambda t: t.ratio),
+        "shares": _by_class(timings, lambda t: t.share(measured_peaks)),
         "geomean": round(_geomean([t.ratio for t in timings]), 3),
         "geomean_served": round(_geomean([t.user_ratio for t in timings]), 3),
         "float_serves": sum(t.falls_back is not None for t in timings),
@@ -240,16 +263,17 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
                 rows.append(
                     [str(case), t.case.kind, t.product, t.kernel + (" (falls back to float)" if t.falls_back else "")]
                     + [f"{t.int8_ms:.2f}", f"{t.float_ms:.2f}", f"{t.ratio:.2f}", f"{t.ratio_with_quantize:.2f}"]
-                    + [f"{t.gmacs:.0f}", _percent(peaks.share(measured_peaks, t.kernel, t.gmacs))]
+                    + [f"{t.gmacs:.0f}", _percent(t.share(measured_peaks))]
                     + ([_reason(case, t)] if config.explain else [])
                 )
-        columns = ["shape", "class", "product", "kernel", "int8 ms", "fp32 ms", "ratio", "+quantize", "GMAC/s", "of peak"]
+        columns = ["shape", "class", "product", "kernel", "int8 ms", "fp32 ms", "ratio", "+quantize", "alone GMAC/s", "of peak"]
         console.print(tables.build(network, columns + (["why"] if config.explain else []), rows, left=4))
         console.print()
     if not timings:
         raise ValueError(f"bench: no shape of class {config.kind!r} in {', '.join(config.shapes)}.")
-    summary = summarize(timings)
-    console.print(tables.build("Geometric means", ["class", *PRODUCTS], _summary_rows(summary)))
+    summary = summarize(timings, measured_peaks)
+    shares = [f"{product} of peak" for product in PRODUCTS]
+    console.print(tables.build("Geometric means", ["class", *PRODUCTS, *shares], _summary_rows(summary)))
     console.print(f"\nall {summary['geomean']}, slowest {summary['slowest']}")
     if summary["float_serves"]:
         console.print(
@@ -259,7 +283,7 @@ def run(config: KernelsConfig, console: Console) -> list[Timing]:
     if config.json:
         details = [
             {**asdict(t), "case": str(t.case), "kind": t.case.kind, "float_serves": t.falls_back}
-            | {"gmacs": t.gmacs, "of_peak": peaks.share(measured_peaks, t.kernel, t.gmacs)}
+            | {"gmacs": t.gmacs, "of_peak": t.share(measured_peaks)}
             for t in timings
         ]
         config.json.write_text(json.dumps({**summary, "peaks": measured_peaks, "layers": details}, indent=2) + "\n")
@@ -272,9 +296,12 @@ def _percent(share: float | None) -> str:
 
 
 def _summary_rows(summary: dict[str, object]) -> list[list[str]]:
-    classes = summary["classes"]
-    assert isinstance(classes, dict)
-    return [[kind, *(f"{products[p]:.2f}" for p in PRODUCTS)] for kind, products in classes.items()]
+    classes, shares = summary["classes"], summary["shares"]
+    assert isinstance(classes, dict) and isinstance(shares, dict)
+    return [
+        [kind, *(f"{ratios[p]:.2f}" for p in PRODUCTS)] + [_percent(shares[kind][p]) for p in PRODUCTS]
+        for kind, ratios in classes.items()
+    ]
 
 
 def _reason(case: ConvCase, timing: Timing) -> str:
