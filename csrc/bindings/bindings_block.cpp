@@ -43,16 +43,17 @@ void normalize_grad_batch(int path, const Backward& from, f64 eps, Address a, Ad
     nb::gil_scoped_release unlocked;
     std::vector<f64> sums(3 * static_cast<size_t>(from.channels));
     f64 *total = sums.data(), *dot = total + from.channels, *squares = dx_total ? dot + from.channels : nullptr;
-    BYTEBACK_CALL(normalize_grad_sums, from, total, dot, squares, at<f32>(masked), threads);
+    BYTEBACK_CALL(normalize_grad_sums, from, total, dot, squares, at<void>(masked), threads);
     const NormSums seen{from.channels, from.rows, at<const f32>(a), at<const f64>(mean), at<const f64>(invstd), total, dot};
     norm_gradient(seen, {at<f32>(q), at<f32>(r), at<f32>(grad_gamma), at<f32>(grad_beta)});
     if (squares)
         gradient_sums({seen, squares, at<const f32>(q), at<const f32>(r), eps}, at<f64>(dx_total), at<f64>(dx_squares));
 }
 
-void add(int path, s64 rows, s64 channels, Address g, Address mask, Address x, Address dx, int threads) {
+void add(int path, s64 rows, s64 channels, int g_kind, Address g, Address mask, Address x, Address dx, int threads) {
     nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(add_waiting, rows, channels, {at<const f32>(g), at<const u8>(mask)}, at<const f32>(x), at<f32>(dx), threads);
+    const Waiting waiting{at<const void>(g), at<const u8>(mask), static_cast<Stored>(g_kind)};
+    BYTEBACK_CALL(add_waiting, rows, channels, waiting, at<const f32>(x), at<f32>(dx), threads);
 }
 
 void take(const Pixels& pixels, Address x, Address y, int threads) {
@@ -82,7 +83,8 @@ void bind_block(nb::module_& m) {
     m.def("conv_normalize_batch", &conv_normalize_batch);
     m.def("normalize_grad_batch", &normalize_grad_batch, "path"_a, "backward"_a, nb::kw_only(), "eps"_a, "a"_a, "mean"_a,
           "invstd"_a, "q"_a, "r"_a, "grad_gamma"_a, "grad_beta"_a, "masked"_a, "dx_total"_a, "dx_squares"_a, "threads"_a);
-    m.def("add_waiting", &add, "path"_a, nb::kw_only(), "rows"_a, "channels"_a, "g"_a, "mask"_a, "x"_a, "dx"_a, "threads"_a);
+    m.def("add_waiting", &add, "path"_a, nb::kw_only(), "rows"_a, "channels"_a, "g_kind"_a, "g"_a, "mask"_a, "x"_a, "dx"_a,
+          "threads"_a);
     m.def("take_pixels", &take, "pixels"_a, nb::kw_only(), "x"_a, "y"_a, "threads"_a);
     m.def("spread_pixels", &spread, "pixels"_a, nb::kw_only(), "y"_a, "x"_a, "threads"_a);
     m.def("max_pool", &pool_forward, "path"_a, "windows"_a, nb::kw_only(), "x"_a, "y"_a, "taps"_a, "threads"_a);

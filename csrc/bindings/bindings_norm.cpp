@@ -56,7 +56,7 @@ void pack_norm(int path, const ForwardPass& pass, Address x, Address kept, Addre
 void normalize_grad_sums(int path, const Backward& from, Address total, Address dot, Address squares, Address masked,
                          int threads) {
     nb::gil_scoped_release unlocked;
-    BYTEBACK_CALL(normalize_grad_sums, from, at<f64>(total), at<f64>(dot), at<f64>(squares), at<f32>(masked), threads);
+    BYTEBACK_CALL(normalize_grad_sums, from, at<f64>(total), at<f64>(dot), at<f64>(squares), at<void>(masked), threads);
 }
 
 void normalize_grad(int path, const Backward& from, Address dx, int threads) {

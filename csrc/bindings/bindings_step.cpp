@@ -244,7 +244,9 @@ struct GradientCall {
     const s8 *x, *w;
     f32 x_scale, w_scale;
     Waiting waiting;  // added to grad_input
-    f32 *grad_input, *grad_weight;
+    void* grad_input;
+    Stored grad_input_kind;
+    f32* grad_weight;
     s64 limit;
     int threads;
 
@@ -254,7 +256,7 @@ struct GradientCall {
 
     void multiply(const s8* for_input, Factor input_factor, const s8* for_weight, Factor weight_factor) const {
         const Path chosen = static_cast<Path>(path);
-        conv_grad_input_sum(chosen, plan.conv, for_input, w, input_factor, waiting, grad_input, threads);
+        conv_grad_input_sum(chosen, plan.conv, for_input, w, input_factor, waiting, grad_input, grad_input_kind, threads);
         conv_grad_weight(chosen, plan.conv, for_weight, x, weight_factor, grad_weight, threads);
     }
 
@@ -342,39 +344,42 @@ struct GradientCall {
     bool run() const { return how.kind == Clips::held ? by_held_clip() : how.kind == Clips::ratio ? by_ratio() : by_pair(); }
 };
 
-// mask and a to centre as block_forward made them; kept is y where it was kept as floats. waiting: a gradient that is added to
-// grad_input, and its mask. The results: whether the products
+// g: with g_kind, how it is stored. mask and a to centre as block_forward made them; kept is y where it was kept as floats.
+// waiting: a gradient that is added to grad_input, how it is stored, and its mask; rounds: grad_input is bfloat16. The results: whether the products
 // are there, the iteration, the two words of the noise key, and q, r, the gradients of gamma and beta, the masked gradient,
 // Σdx and Σdx² (pairs), grad_input, grad_weight.
 nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors& of, const GradientPlan& how, Address g,
-                         Address x, Address x_scale, Address w, Address w_scale, Address mask, Address a, Address b,
+                         int g_kind, Address x, Address x_scale, Address w, Address w_scale, Address mask, Address a, Address b,
                          Address mean, Address invstd, Address kept, Address step, Address centre, Address waiting,
-                         Address waiting_mask, bool want_masked, s64 rank, bool counts_iteration, s64 limit, int threads) {
+                         Address waiting_mask, int waiting_kind, bool rounds, bool want_masked, s64 rank, bool counts_iteration,
+                         s64 limit, int threads) {
     const s64 channels = plan.pass.channels, rows = plan.pass.rows, now = *at<const s64>(of.iteration);
     const bool pairs = how.kind == Clips::pair, multiplies = !how.needs_floats(of, now);
     const Layout vector{1, {channels}, {1}};
     Results made(limit);
     f32 *q = made.add<f32>(vector, kFloat32), *r = made.add<f32>(vector, kFloat32);
     f32 *gamma = made.add<f32>(vector, kFloat32), *beta = made.add<f32>(vector, kFloat32);
-    f32* masked = made.add<f32>(plan.output, kFloat32, want_masked);
+    Backward from{
+        rows,      channels, at<const void>(g), {},      at<const f32>(a),           at<const f32>(b), at<const u8>(mask),
+        plan.gate, nullptr,  nullptr,           nullptr, static_cast<Stored>(g_kind)};
+    void* masked = made.add<void>(plan.output, type_of(masked_kind(from)), want_masked);
     f64 *dx_total = made.add<f64>(vector, kFloat64, pairs), *dx_squares = made.add<f64>(vector, kFloat64, pairs);
-    f32* grad_input = made.add<f32>(plan.grad_input, kFloat32, multiplies);
+    const Stored sum = rounds ? Stored::bf16 : Stored::f32;
+    void* grad_input = made.add<void>(plan.grad_input, type_of(sum), multiplies);
     f32* grad_weight = made.add<f32>(plan.grad_weight, kFloat32, multiplies, Stay::beyond_step);
     u64 words[2];
     bool done = false;
     {
         nb::gil_scoped_release unlocked;
         const Stored kind = plan.pass.kept == Stored::f32 ? plan.pass.x : plan.pass.kept;  // or y itself
-        const Kept stored{at<const void>(kept), kind, at<const f32>(step), at<const f32>(centre)};
-        Backward from{rows,      channels, at<const f32>(g), stored, at<const f32>(a), at<const f32>(b), at<const u8>(mask),
-                      plan.gate, nullptr,  nullptr,          nullptr};
+        from.x = {at<const void>(kept), kind, at<const f32>(step), at<const f32>(centre)};
         std::vector<f64> seen(3 * static_cast<size_t>(channels));
         f64 *total = seen.data(), *dot = total + channels, *squares = pairs ? dot + channels : nullptr;
         BYTEBACK_CALL(normalize_grad_sums, from, total, dot, squares, masked, threads);
         const NormSums counted{channels, rows, from.a, at<const f64>(mean), at<const f64>(invstd), total, dot};
         norm_gradient(counted, {q, r, gamma, beta});
         if (pairs) gradient_sums({counted, squares, q, r, plan.eps}, dx_total, dx_squares);
-        if (masked) from.g = masked, from.gate = Gate::open, from.mask = nullptr;
+        if (masked) from.g = masked, from.g_kind = masked_kind(from), from.gate = Gate::open, from.mask = nullptr;
         from.p = from.a, from.q = q, from.r = r;
 
         s64* count = at<s64>(of.count);
@@ -396,8 +401,9 @@ nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors&
                                 at<const s8>(w),
                                 *at<const f32>(x_scale),
                                 *at<const f32>(w_scale),
-                                {at<const f32>(waiting), at<const u8>(waiting_mask)},
+                                {at<const void>(waiting), at<const u8>(waiting_mask), static_cast<Stored>(waiting_kind)},
                                 grad_input,
+                                sum,
                                 grad_weight,
                                 limit,
                                 threads}

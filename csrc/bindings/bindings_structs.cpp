@@ -43,13 +43,13 @@ void make_forward(ForwardPass* made, s64 rows, s64 channels, int activation, boo
                            static_cast<Stored>(output)};
 }
 
-// kept says how x is stored, with its step and centre for int8; of a, b and mask what the gate needs, of p, q, r all or none.
-void make_backward(Backward* made, s64 rows, s64 channels, int gate, int kept, Address g, Address x, Address step,
+// kept says how x is stored, with its step and centre for int8; g_kind says how g is; of a, b and mask what the gate needs, of p, q, r all or none.
+void make_backward(Backward* made, s64 rows, s64 channels, int gate, int kept, int g_kind, Address g, Address x, Address step,
                    Address centre, Address a, Address b, Address mask, Address p, Address q, Address r) {
     const Kept stored{at<const void>(x), static_cast<Stored>(kept), at<const f32>(step), at<const f32>(centre)};
     new (made) Backward{rows,
                         channels,
-                        at<const f32>(g),
+                        at<const void>(g),
                         stored,
                         at<const f32>(a),
                         at<const f32>(b),
@@ -57,7 +57,8 @@ void make_backward(Backward* made, s64 rows, s64 channels, int gate, int kept, A
                         static_cast<Gate>(gate),
                         at<const f32>(p),
                         at<const f32>(q),
-                        at<const f32>(r)};
+                        at<const f32>(r),
+                        static_cast<Stored>(g_kind)};
 }
 
 void make_windows(Windows* made, s64 batch, s64 channels, const Two& size, const Two& kernel, const Two& stride,
@@ -116,8 +117,8 @@ void bind_structs(nb::module_& m) {
             nb::kw_only(), "a"_a, "b"_a, "mean"_a, "invstd"_a, "peak"_a, "values"_a, "scale"_a, "counts"_a, "output"_a,
             "mask"_a, "kept"_a, "step"_a, "centre"_a);
     nb::class_<Backward>(m, "Backward")
-        .def("__init__", &make_backward, nb::kw_only(), "rows"_a, "channels"_a, "gate"_a, "kept"_a, "g"_a, "x"_a, "step"_a,
-             "centre"_a, "a"_a, "b"_a, "mask"_a, "p"_a, "q"_a, "r"_a);
+        .def("__init__", &make_backward, nb::kw_only(), "rows"_a, "channels"_a, "gate"_a, "kept"_a, "g_kind"_a, "g"_a, "x"_a,
+             "step"_a, "centre"_a, "a"_a, "b"_a, "mask"_a, "p"_a, "q"_a, "r"_a);
     nb::class_<Windows>(m, "Windows")
         .def("__init__", &make_windows, nb::kw_only(), "batch"_a, "channels"_a, "size"_a, "kernel"_a, "stride"_a, "padding"_a,
              "dilation"_a, "count"_a);

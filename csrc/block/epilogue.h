@@ -4,7 +4,8 @@
 //   with_epilogue    norm, residual, activation, int8 (`normalize` of norm.h, with the same bits), for predictions
 //   with_statistics  writes the rows and computes statistics per channel (`channel_stats`, with the same bits), for training
 //   with_rounding    writes the rows as bfloat16
-//   with_waiting     adds a gradient and writes the sum (`add_waiting`, with the same bits), for grad_input
+//   with_waiting     adds a gradient, if there is one (`add_waiting`, with the same bits), and writes the sum as floats or as
+//                    bfloat16, for grad_input
 #pragma once
 
 #include "block/norm.h"
@@ -38,7 +39,8 @@ Report with_epilogue(const Forward& from, const Outcome& to, int threads, void (
 void with_statistics(s64 rows, s64 channels, void* y, Stored kind, const Statistics&, int threads,
                      void (*body)(const Epilogue&, void*), void* context);
 void with_rounding(s64 channels, bf16* y, void (*body)(const Epilogue&, void*), void* context);
-void with_waiting(s64 rows, s64 channels, const Waiting&, f32* dx, int threads, void (*body)(const Epilogue&, void*),
+// dx is f32 or bf16; the g of Waiting may be null.
+void with_waiting(s64 rows, s64 channels, const Waiting&, void* dx, Stored kind, void (*body)(const Epilogue&, void*),
                   void* context);
 }  // namespace avx2
 

@@ -54,18 +54,26 @@ enum class Gate { open, mask, relu, relu6, hardswish, silu, gelu };
 // gm = g where the gate is open, else +0; for a smooth activation gm = g * activation'(z). dx = (p * gm + q * x) + r.
 struct Backward {
     s64 rows, channels;
-    const f32* g;
+    const void* g;
     Kept x;
     const f32 *a, *b;
     const u8* mask;
     Gate gate;
     const f32 *p, *q, *r;
+    Stored g_kind = Stored::f32;  // f32 or bf16
 };
+
+// How gm is stored: as g, of which it is a part. The product with a slope is f32.
+inline Stored masked_kind(const Backward& from) {
+    const bool smooth = from.gate == Gate::hardswish || from.gate == Gate::silu || from.gate == Gate::gelu;
+    return smooth ? Stored::f32 : from.g_kind;
+}
 
 // A gradient that is added to another one: g where the mask is set, else +0; all of g without a mask.
 struct Waiting {
-    const f32* g;
+    const void* g;
     const u8* mask;
+    Stored kind = Stored::f32;  // f32 or bf16
 };
 
 inline s64 mask_width(s64 channels) { return (channels + 7) / 8; }
@@ -94,8 +102,9 @@ constexpr f32 kGelu4 = -0.199391f, kGelu5 = 0.36526638f, kGelu6 = -0.1011379f;
                        int threads);                                                                                           \
     f32 normalize_peak(const Forward&, int threads);                                                                           \
     Report normalize(const Forward&, const Outcome&, int threads);                                                             \
-    /* Per channel Σgm, Σ gm·x and Σgm² (ordered sums); the last of them, and gm itself, where their places are not null. */   \
-    void normalize_grad_sums(const Backward&, f64* total, f64* dot, f64* squares, f32* masked, int threads);                   \
+    /* Per channel Σgm, Σ gm·x and Σgm² (ordered sums); the last of them, and gm itself (masked_kind), where their places */   \
+    /* are not null. */                                                                                                        \
+    void normalize_grad_sums(const Backward&, f64* total, f64* dot, f64* squares, void* masked, int threads);                  \
     void normalize_grad(const Backward&, f32* dx, int threads);                                                                \
     Report normalize_grad_quantize(const Backward&, f32 clip, Noise, s8* values, int threads);                                 \
     /* Per channel max|dx| (NaN if any element is), how many |dx| exceed each[c], and how many exceed `all`. */                \

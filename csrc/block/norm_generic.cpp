@@ -136,7 +136,7 @@ f32 masked_gradient(const Backward& b, s64 row, s64 c) {
     f32 z = 0.0f;
     if (b.gate != Gate::open && b.gate != Gate::mask) z = b.a[c] * kept_value(b.x, at, c) + b.b[c];
     const bool bit = b.gate == Gate::mask && (b.mask[row * mask_width(b.channels) + c / 8] >> c % 8 & 1);
-    return gated(b.gate, bit, b.g[at], z);
+    return gated(b.gate, bit, real_at(b.g, b.g_kind, at), z);
 }
 
 f32 gradient(const Backward& b, s64 row, s64 c) {
@@ -211,7 +211,7 @@ Report normalize(const Forward& f, const Outcome& to, int threads) {
     });
 }
 
-void normalize_grad_sums(const Backward& b, f64* total, f64* dot, f64* squares, f32* masked, int threads) {
+void normalize_grad_sums(const Backward& b, f64* total, f64* dot, f64* squares, void* masked, int threads) {
     ordered_sum(b.rows, b.channels, total, threads, [&](s64 row, s64 c) { return f64{masked_gradient(b, row, c)}; });
     ordered_sum(b.rows, b.channels, dot, threads, [&](s64 row, s64 c) {
         return f64{masked_gradient(b, row, c)} * f64{kept_value(b.x, row * b.channels + c, c)};
@@ -222,8 +222,9 @@ void normalize_grad_sums(const Backward& b, f64* total, f64* dot, f64* squares, 
             return g * g;
         });
     if (masked)
-        each_element(b.rows, b.channels, threads,
-                     [&](s64 row, s64 c, Report&) { masked[row * b.channels + c] = masked_gradient(b, row, c); });
+        each_element(b.rows, b.channels, threads, [&](s64 row, s64 c, Report&) {
+            set_real(masked, masked_kind(b), row * b.channels + c, masked_gradient(b, row, c));
+        });
 }
 
 void normalize_grad(const Backward& b, f32* dx, int threads) {
@@ -292,7 +293,8 @@ void pack_norm(s64 rows, s64 channels, const void* x, Stored kind, const Outcome
 void add_waiting(s64 rows, s64 channels, const Waiting& from, const f32* x, f32* dx, int threads) {
     each_element(rows, channels, threads, [&](s64 row, s64 c, Report&) {
         const bool passes = !from.mask || (from.mask[row * mask_width(channels) + c / 8] >> c % 8 & 1);
-        dx[row * channels + c] = x[row * channels + c] + (passes ? from.g[row * channels + c] : 0.0f);
+        const s64 at = row * channels + c;
+        dx[at] = x[at] + (passes ? real_at(from.g, from.kind, at) : 0.0f);
     });
 }
 

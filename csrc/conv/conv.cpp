@@ -161,22 +161,22 @@ const char* vector_grad_input(Path path, const ConvShape& s, const s8* g, const 
 
 // By a vector kernel whose rows come whole and in order, so that the sum is written at once; else null.
 const char* grad_input_with_waiting(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor,
-                                    const Waiting& waiting, f32* dx, int threads) {
+                                    const Waiting& waiting, void* dx, Stored kind, int threads) {
 #ifdef BYTEBACK_AVX2
     const bool dense = s.stride[0] * s.stride[1] * s.stride[2] == 1 && s.groups == 1;
     const Algorithm algorithm = make_plan(s, ProductKind::grad_input, path).algorithm;
     if (!dense || (algorithm != Algorithm::gemm && algorithm != Algorithm::gemm_vnni)) return nullptr;
     const char* kernel = nullptr;
     const auto multiply = [&](const Epilogue& finish) {
-        kernel = vector_grad_input(path, s, g, w, factor, dx, threads, &finish);
+        kernel = vector_grad_input(path, s, g, w, factor, nullptr, threads, &finish);
     };
     avx2::with_waiting(
-        s.batch * s.in_pixels(), s.in_channels, waiting, dx, threads,
+        s.batch * s.in_pixels(), s.in_channels, waiting, dx, kind,
         [](const Epilogue& finish, void* context) { (*static_cast<decltype(multiply)*>(context))(finish); },
         const_cast<void*>(static_cast<const void*>(&multiply)));
     return kernel;
 #else
-    (void)path, (void)s, (void)g, (void)w, (void)factor, (void)waiting, (void)dx, (void)threads;
+    (void)path, (void)s, (void)g, (void)w, (void)factor, (void)waiting, (void)dx, (void)kind, (void)threads;
     return nullptr;
 #endif
 }
@@ -191,10 +191,17 @@ const char* conv_grad_input(Path path, const ConvShape& s, const s8* g, const s8
 }
 
 const char* conv_grad_input_sum(Path path, const ConvShape& s, const s8* g, const s8* w, Factor factor, const Waiting& waiting,
-                                f32* dx, int threads) {
-    if (!waiting.g) return conv_grad_input(path, s, g, w, factor, dx, threads);
+                                void* to, Stored kind, int threads) {
+    if (!waiting.g && kind == Stored::f32) return conv_grad_input(path, s, g, w, factor, static_cast<f32*>(to), threads);
     const ScratchScope scope;
-    if (const char* kernel = grad_input_with_waiting(path, s, g, w, factor, waiting, dx, threads)) return kernel;
+    if (const char* kernel = grad_input_with_waiting(path, s, g, w, factor, waiting, to, kind, threads)) return kernel;
+    if (kind == Stored::bf16) {
+        std::vector<f32> wide(static_cast<size_t>(s.batch * s.in_pixels() * s.in_channels));
+        const char* kernel = conv_grad_input_sum(path, s, g, w, factor, waiting, wide.data(), Stored::f32, threads);
+        for (size_t i = 0; i < wide.size(); ++i) static_cast<bf16*>(to)[i] = to_bf16(wide[i]);
+        return kernel;
+    }
+    f32* dx = static_cast<f32*>(to);
     const char* kernel = conv_grad_input(path, s, g, w, factor, dx, threads);
 #ifdef BYTEBACK_AVX2
     if (path != Path::generic) {

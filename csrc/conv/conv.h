@@ -11,8 +11,9 @@ namespace byteback {
 // Each returns the name of the kernel that ran, such as "avx2/winograd".
 const char* conv_output(Path, const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads);
 const char* conv_grad_input(Path, const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
-// dx = grad_input + a gradient that waits; its g may be null, for none.
-const char* conv_grad_input_sum(Path, const ConvShape&, const s8* g, const s8* w, Factor, const Waiting&, f32* dx, int threads);
+// dx = grad_input + a gradient that waits; its g may be null, for none. dx is f32, or the sum rounded to bf16.
+const char* conv_grad_input_sum(Path, const ConvShape&, const s8* g, const s8* w, Factor, const Waiting&, void* dx, Stored kind,
+                                int threads);
 const char* conv_grad_weight(Path, const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
 
 // Computes the output and passes it to an epilogue. Returns null, and does nothing, if no kernel of the path supports that.

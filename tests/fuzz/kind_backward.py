@@ -53,13 +53,15 @@ class Gradient:
     def __init__(self, case: Case, rng: np.random.Generator) -> None:
         shape = shape_of(case)
         self.g = laid_out(floats(shape, case["g"], rng), case["g_layout"])
+        if case["g_stored"] == "bfloat16":
+            self.g = self.g.to(torch.bfloat16)
         self.x, self.mask = Kept(shape, case, rng), mask_for(shape, case, rng)
         count = shape[1]
         self.a, self.b, p, q, r = (vector(count, case["vectors"], case["vector_layout"], rng) for _ in range(5))
         gate = (self.a, self.b, self.mask, case["activation"])
         self.parts = ops.GradientParts(self.g, self.x.tensor, *gate, p, q, r)
         gate_arrays = (self.a.numpy(), self.b.numpy(), arrays(self.mask), case["activation"])
-        self.gated = (self.g.numpy(), self.x.array, *gate_arrays)
+        self.gated = (self.g.float().numpy(), self.x.array, *gate_arrays)
         self.inputs = tensors(self.g, self.a, self.b, self.mask, p, q, r)
         self.vectors = p.numpy(), q.numpy(), r.numpy()
 
@@ -77,7 +79,7 @@ def _build(case: Case, rng: np.random.Generator) -> Check:
         return Check(lambda: ops.normalize_grad_sums(*of.parts[:6], **options), expected, of.inputs)
     if case["name"] == "waiting":
         x = laid_out(floats(tuple(g.shape), case["x"], rng), case["layout"])
-        gm = passes.masked_gradient(g.numpy(), x.numpy(), None, None, arrays(of.mask), "none")
+        gm = passes.masked_gradient(g.float().numpy(), x.numpy(), None, None, arrays(of.mask), "none")
         return Check(lambda: ops.add_waiting(x, g, of.mask), x.numpy() + gm, [x, *tensors(g, of.mask)])
     dx = of.dx()
     if case["name"] == "grad":
@@ -128,6 +130,7 @@ GRADIENT = {
     **SHAPE,
     "g": FLOATS,
     "g_layout": LAYOUTS,
+    "g_stored": Choice(("float32", "bfloat16")),
     "x": FLOATS,
     "kept": Choice(("float32", "bfloat16", "int8")),
     "layout": LAYOUTS,

@@ -100,8 +100,8 @@ def normalize_batch(arena: Arena, path: int, threads: int) -> None:
         library.normalize_batch(path, *structs, threads)
 
 
-def _backwards(arena: Arena) -> Iterator[tuple[Any, int, int]]:
-    """The library's Backward with rows and channels: every gate, and every kind of x by turns."""
+def _backwards(arena: Arena) -> Iterator[tuple[Any, int, int, torch.dtype]]:
+    """The library's Backward with rows, channels and how gm is stored: every gate, and every kind of x and g by turns."""
     for number, ((rows, channels), gate) in enumerate(itertools.product(ROWS, range(GATES))):
         kind = (number + number // 6) % 3
         count = rows * channels
@@ -110,32 +110,34 @@ def _backwards(arena: Arena) -> Iterator[tuple[Any, int, int]]:
             channels=channels,
             gate=gate,
             kept=kind,
-            g=arena.floats(count),
+            g_kind=number % 2,
+            g=arena.floats(count, STORED[number % 2]),
             x=arena.int8(count) if kind == 2 else arena.floats(count, dtype=torch.bfloat16 if kind else torch.float32),
             step=arena.positive(channels) if kind == 2 else 0,
             centre=arena.floats(channels) if kind == 2 else 0,
             mask=arena.bytes_(rows * math.ceil(channels / 8)) if gate == 1 else 0,
             **{name: arena.floats(channels) for name in ("a", "b", "p", "q", "r")},
         )
-        yield backward, rows, channels
+        # Of a mask gm has the dtype of g; a smooth gate, from 4 on, multiplies.
+        yield backward, rows, channels, torch.float32 if gate >= 4 else STORED[number % 2]
 
 
 def normalize_grad_sums(arena: Arena, path: int, threads: int) -> None:
-    for backward, rows, channels in _backwards(arena):
+    for backward, rows, channels, masked in _backwards(arena):
         to = {name: arena.room(channels, float64) for name in ("total", "dot", "squares")}
-        library.normalize_grad_sums(path, backward, **to, masked=arena.room(rows * channels), threads=threads)
+        library.normalize_grad_sums(path, backward, **to, masked=arena.room(rows * channels, masked), threads=threads)
 
 
 def add_waiting(arena: Arena, path: int, threads: int) -> None:
-    for (rows, channels), masked in itertools.product(ROWS, (False, True)):
+    for (rows, channels), masked, kind in itertools.product(ROWS, (False, True), (0, 1)):
         count = rows * channels
         mask = arena.bytes_(rows * math.ceil(channels / 8)) if masked else 0
-        given = {"g": arena.floats(count), "mask": mask, "x": arena.floats(count), "dx": arena.room(count)}
-        library.add_waiting(path, rows=rows, channels=channels, **given, threads=threads)
+        given = {"g": arena.floats(count, STORED[kind]), "mask": mask, "x": arena.floats(count), "dx": arena.room(count)}
+        library.add_waiting(path, rows=rows, channels=channels, g_kind=kind, **given, threads=threads)
 
 
 def normalize_grad(arena: Arena, path: int, threads: int) -> None:
-    for backward, rows, channels in _backwards(arena):
+    for backward, rows, channels, _ in _backwards(arena):
         library.normalize_grad(path, backward, dx=arena.room(rows * channels), threads=threads)
 
 
@@ -150,13 +152,13 @@ def _rooms(arena: Arena, count: int, clips: int) -> dict[str, int]:
 
 
 def normalize_grad_quantize(arena: Arena, path: int, threads: int) -> None:
-    for backward, rows, channels in _backwards(arena):
+    for backward, rows, channels, _ in _backwards(arena):
         to = _rooms(arena, rows * channels, 1)
         library.normalize_grad_quantize(path, backward, clip=arena.positive(1), key=arena.key(), **to, threads=threads)
 
 
 def normalize_grad_batch(arena: Arena, path: int, threads: int) -> None:
-    for backward, rows, channels in _backwards(arena):
+    for backward, rows, channels, masked in _backwards(arena):
         library.normalize_grad_batch(
             path,
             backward,
@@ -165,7 +167,7 @@ def normalize_grad_batch(arena: Arena, path: int, threads: int) -> None:
             mean=arena.wide(channels),
             invstd=arena.wide(channels),
             **{name: arena.room(channels) for name in ("q", "r", "grad_gamma", "grad_beta")},
-            masked=arena.room(rows * channels),
+            masked=arena.room(rows * channels, masked),
             dx_total=arena.room(channels, float64),
             dx_squares=arena.room(channels, float64),
             threads=threads,
@@ -198,7 +200,7 @@ def quantize_pair(arena: Arena, path: int, threads: int) -> None:
 
 
 def normalize_grad_quantize_pair(arena: Arena, path: int, threads: int) -> None:
-    for backward, rows, channels in _backwards(arena):
+    for backward, rows, channels, _ in _backwards(arena):
         given = {"clip": arena.positive(1), "clips": arena.positive(channels), "key": arena.key()}
         pair = _pair(arena, rows * channels, channels)
         library.normalize_grad_quantize_pair(path, backward, *pair, **given, threads=threads)

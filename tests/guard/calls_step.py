@@ -10,7 +10,7 @@ import torch
 
 from byteback.ops.backends.cpu import allocator
 from byteback.ops.backends.cpu import library as native_library
-from guard.calls_products import ACTIVATIONS, forward_pass
+from guard.calls_products import ACTIVATIONS, STORED, forward_pass
 from guard.memory import Arena
 from guard.shapes import CONVOLUTIONS, Convolution
 
@@ -98,7 +98,8 @@ def block_backward(arena: Arena, path: int, threads: int) -> None:
             **{name: arena.longs([value]) for name, value in (("seed", 7), ("layer", 3), ("count", 9), ("iteration", 5))},
         )
         kept = {0: arena.floats, 1: lambda count: arena.floats(count, torch.bfloat16), 2: arena.int8}[kind](shape.output_count)
-        waiting = arena.floats(shape.input_count) if number % 2 else 0
+        g_kind, waiting_kind, rounds = number // 2 % 2, number // 3 % 2, number % 5 < 2
+        waiting = arena.floats(shape.input_count, STORED[waiting_kind]) if number % 2 else 0
         masks = shape.input_count // shape.channels * math.ceil(shape.channels / 8)
         waiting_mask = arena.bytes_(masks) if number % 4 == 1 else 0
         done, _, _, _, made = library.block_backward(
@@ -106,7 +107,8 @@ def block_backward(arena: Arena, path: int, threads: int) -> None:
             plan,
             tensors,
             gradient,
-            arena.floats(shape.output_count),
+            arena.floats(shape.output_count, STORED[g_kind]),
+            g_kind,
             arena.int8(shape.input_count, shape.least),
             arena.positive(1),
             arena.int8(shape.weight_count),
@@ -121,6 +123,8 @@ def block_backward(arena: Arena, path: int, threads: int) -> None:
             arena.floats(filters) if kind == 2 else 0,
             waiting,
             waiting_mask,
+            waiting_kind,
+            rounds,
             number % 3 == 0,
             0,
             True,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from block_passes import agree, by_shape, drawn, laid_out, same, vectors, with_native
+from block_passes import agree, by_shape, drawn, key_of, laid_out, same, vectors, with_native
 from byteback import ops
+from byteback.ops.backends.reference import block
 from byteback.ops.contract.bfloat16 import to_bfloat16
 
 BF16 = torch.bfloat16
@@ -85,6 +88,44 @@ def test_a_norm_of_its_batch_rounds_what_it_writes(shape: tuple[int, ...], dtype
             expected = ops.normalize_batch(x.float(), norm_of(shape[1], 2), wide, activation, **wants)
             output = to_bfloat16(expected.output) if dtype is BF16 else expected.output
             assert same(made, expected._replace(output=output))
+
+
+@with_native
+@by_shape
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+def test_a_gradient_in_bfloat16_is_read_as_its_floats(shape: tuple[int, ...], activation: str) -> None:
+    g, x = to_bfloat16(drawn(shape, 1)), drawn(shape, 6)
+    a, b, p, q, r = vectors(shape[1], 5, 3)
+    pixels = (0, *range(2, x.dim()))
+    kept = ops.pack_norm(x, x.amin(pixels), x.amax(pixels), a.double(), "int8")
+    for saved, mask in itertools.product((x, to_bfloat16(x), kept), (None, block.pack_mask(drawn(shape, 3) > 0))):
+        parts = ops.GradientParts(g, saved, a, b, mask, activation, p, q, r)
+        assert _passes_are_equal(parts, parts._replace(g=g.float()))
+
+
+def _passes_are_equal(parts: ops.GradientParts, wide: ops.GradientParts) -> bool:
+    """Whether each path gives for the first what the reference gives for the second, whose g has the same values."""
+    dim, channels = parts.g.dim(), parts.g.shape[1]
+    clip, clips, key = torch.tensor(2.5), torch.full((1, channels, *(1,) * (dim - 2)), 1.5), key_of(7)
+    sums = agree(lambda: ops.normalize_grad_sums(*parts[:6], want_masked=True, want_squares=True))
+    assert sums.masked.dtype is (torch.float32 if parts.activation in ops.SMOOTH else BF16)
+    passes: list[Any] = [
+        ops.normalize_grad,
+        lambda of: ops.normalize_grad_quantize(of, clip, key),
+        lambda of: ops.normalize_grad_quantize_pair(of, clip, clips, key),
+        lambda of: ops.normalize_grad_tails(of, clips.reshape(-1), clip),
+    ]
+    expected = ops.normalize_grad_sums(*wide[:6], want_masked=True, want_squares=True)
+    assert same(sums._replace(masked=sums.masked.float()), expected)
+    return all(same(agree(functools.partial(one, parts)), one(wide)) for one in passes)
+
+
+@with_native
+@by_shape
+def test_a_gradient_that_waits_in_bfloat16_is_added_as_its_floats(shape: tuple[int, ...]) -> None:
+    x, g = drawn(shape, 1), to_bfloat16(drawn(shape, 8))
+    for mask in (None, block.pack_mask(drawn(shape, 3) > 0)):
+        assert same(agree(lambda mask=mask: ops.add_waiting(x, g, mask)), ops.add_waiting(x, g.float(), mask))
 
 
 CONVOLUTIONS = {

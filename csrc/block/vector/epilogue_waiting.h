@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds a gradient that waits to another one: to the rows of grad_input while they are written, or in a pass of its own.
+// Adds a gradient that waits to another one: to the rows of grad_input while they are written, or in a pass of its own. The sum
+// is float32, or rounded to bfloat16 once.
 // Compiled once per path, behind its vectors.
 #pragma once
 
@@ -13,15 +14,20 @@ namespace {
 struct Addition {
     Waiting from;
     s64 channels;
-    f32* to;
+    void* to;
+    Stored kind;  // of the sum
     bool stream;
 
     // Elements e .. of the row whose first one is `at` and whose mask begins at m: value + what waits.
     template <class Lanes>
     BYTEBACK_INLINE void vector(const f32* value, s64 at, s64 m, s64 e, Lanes lanes) const {
-        Floats g = lanes.load(from.g + at + e);
-        if (from.mask) g = kept(lanes.mask(from.mask + m + e / 8), g);
-        lanes.store(to + at + e, lanes.load(value + e) + g, stream);
+        Floats sum = lanes.load(value + e);
+        if (from.g) {
+            Floats g = load_stored(from.g, from.kind, at + e, lanes);
+            if (from.mask) g = kept(lanes.mask(from.mask + m + e / 8), g);
+            sum = sum + g;
+        }
+        store_stored(to, kind, at + e, sum, lanes, stream);
     }
 
     // `count` rows, or all of them as one where no row ends within a byte of the mask.
@@ -44,9 +50,9 @@ void add_rows(const Epilogue& all, s64 row, s64 rows, s64, s64, const f32* y) {
 
 }  // namespace
 
-void with_waiting(s64 rows, s64 channels, const Waiting& from, f32* dx, int, void (*body)(const Epilogue&, void*),
+void with_waiting(s64 rows, s64 channels, const Waiting& from, void* dx, Stored kind, void (*body)(const Epilogue&, void*),
                   void* context) {
-    Addition addition{from, channels, dx, should_stream(dx, rows, channels, kLineFloats)};
+    Addition addition{from, channels, dx, kind, should_stream(dx, kind, rows, channels)};
     Epilogue epilogue{};
     epilogue.from.rows = rows, epilogue.from.channels = channels;
     epilogue.state = &addition, epilogue.in_order = true, epilogue.finish = &add_rows;
@@ -54,7 +60,7 @@ void with_waiting(s64 rows, s64 channels, const Waiting& from, f32* dx, int, voi
 }
 
 void add_waiting(s64 rows, s64 channels, const Waiting& from, const f32* x, f32* dx, int threads) {
-    const Addition addition{from, channels, dx, false};
+    const Addition addition{from, channels, dx, Stored::f32, false};
     const s64 each = ceil_div(kUnitWork, channels);
     parallel_parts(useful_threads(threads, rows * channels), ceil_div(rows, each), [&](s64 begin, s64 end) {
         const s64 last = end * each < rows ? end * each : rows;

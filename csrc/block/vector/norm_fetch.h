@@ -19,6 +19,10 @@ BYTEBACK_INLINE void fetch_ahead(const T* block) {
         __builtin_prefetch(reinterpret_cast<const char*>(at + byte), 0, 2);
 }
 
+BYTEBACK_INLINE void fetch_stored_ahead(const void* from, Stored kind, s64 at) {
+    kind == Stored::bf16 ? fetch_ahead(static_cast<const u16*>(from) + at) : fetch_ahead(static_cast<const f32*>(from) + at);
+}
+
 template <Stored stored>
 BYTEBACK_INLINE void fetch_kept_ahead(const Kept& x, s64 at) {
     if constexpr (stored == Stored::f32) fetch_ahead(static_cast<const f32*>(x.values) + at);

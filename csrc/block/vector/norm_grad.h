@@ -13,7 +13,7 @@ namespace {
 // The block of a run that begins at e: what lies kFetchAhead behind it.
 template <Stored stored, Gate gate>
 BYTEBACK_INLINE void fetch_ahead(const GradientRun<stored, gate>& run, s64 e) {
-    fetch_ahead(run.from.g + run.at + e);
+    fetch_stored_ahead(run.from.g, run.from.g_kind, run.at + e);
     fetch_kept_ahead<stored>(run.from.x, run.at + e);
 }
 

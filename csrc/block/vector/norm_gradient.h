@@ -12,7 +12,7 @@ namespace {
 template <Stored stored, Gate gate, class Lanes>
 BYTEBACK_INLINE Floats gradient_of(const Backward& from, s64 at, s64 k, s64 m, Lanes lanes) {
     const Floats x = kept_value<stored>(from.x, at, k, lanes);
-    const Floats gm = gated<gate>(lanes.load(from.g + at), x, from, k, m, lanes);
+    const Floats gm = gated<gate>(load_stored(from.g, from.g_kind, at, lanes), x, from, k, m, lanes);
     const Floats from_g = load(from.p + k) * gm;
     const Floats from_x = load(from.q + k) * x;
     return (from_g + from_x) + load(from.r + k);

@@ -36,6 +36,10 @@ BYTEBACK_INLINE void fetch_kept(const Piece& piece, const Kept& x, s64 c, s64 i)
     if constexpr (stored == Stored::s8) piece.fetch(static_cast<const s8*>(x.values), c, i);
 }
 
+BYTEBACK_INLINE void fetch_stored(const Piece& piece, const void* from, Stored kind, s64 c, s64 i) {
+    kind == Stored::bf16 ? piece.fetch(static_cast<const bf16*>(from), c, i) : piece.fetch(static_cast<const f32*>(from), c, i);
+}
+
 template <Stored stored, class Lanes>
 BYTEBACK_INLINE Wide wide_kept(const Kept& x, s64 at, Floats value, Lanes lanes) {
     if constexpr (stored == Stored::f32) return lanes.wide(static_cast<const f32*>(x.values) + at, value);
@@ -46,12 +50,13 @@ BYTEBACK_INLINE Wide wide_kept(const Kept& x, s64 at, Floats value, Lanes lanes)
 template <Stored stored, Gate gate, bool squared>
 struct GradSumsKernel {
     Backward from;
-    f32* masked;
+    void* masked;
+    Stored kind;  // of masked
     bool stream;
 
-    GradSumsKernel(const Backward& given, f32* to)
-        : from(with_constants(given, constants_of(given, 1))), masked(to),
-          stream(should_stream(to, from.rows, from.channels, kLineFloats)) {}
+    GradSumsKernel(const Backward& given, void* to)
+        : from(with_constants(given, constants_of(given, 1))), masked(to), kind(masked_kind(given)),
+          stream(should_stream(to, kind, from.rows, from.channels)) {}
 
     template <int V, class Lanes>
     BYTEBACK_INLINE void columns(const Piece& piece, s64 c, Lanes lanes) {
@@ -59,17 +64,17 @@ struct GradSumsKernel {
         Sums<V> total(piece.sums + c, piece.fresh), dot(piece.sums + piece.padded + c, piece.fresh), squares(last, piece.fresh);
         s64 at = piece.row * from.channels + c, m = piece.row * mask_width(from.channels) + c / 8;
         for (s64 i = 0; i < piece.rows; ++i, at += from.channels, m += mask_width(from.channels)) {
-            piece.fetch(from.g, c, i);
+            fetch_stored(piece, from.g, from.g_kind, c, i);
             fetch_kept<stored>(piece, from.x, c, i);
             for (int v = 0; v < V; ++v) {
                 const Floats x = kept_value<stored>(from.x, at + kLanes * v, c + kLanes * v, lanes);
-                const Floats gm =
-                    gated<gate>(lanes.load(from.g + at + kLanes * v), x, from, c + kLanes * v, m + kLanes / 8 * v, lanes);
+                const Floats g = load_stored(from.g, from.g_kind, at + kLanes * v, lanes);
+                const Floats gm = gated<gate>(g, x, from, c + kLanes * v, m + kLanes / 8 * v, lanes);
                 const Wide wide = widen(gm);
                 total.add(v, wide);
                 dot.add_product(v, wide, wide_kept<stored>(from.x, at + kLanes * v, x, lanes));
                 if constexpr (squared) squares.add_product(v, wide, wide);
-                if (masked) lanes.store(masked + at + kLanes * v, gm, stream);
+                if (masked) store_stored(masked, kind, at + kLanes * v, gm, lanes, stream);
             }
         }
         total.save(piece.sums + c, piece.missing), dot.save(piece.sums + piece.padded + c, piece.missing);
@@ -154,7 +159,7 @@ struct GradTailsKernel {
         for (int v = 0; v < V; ++v) most[v] = load(peak.data() + c + kLanes * v);
         s64 at = piece.row * from.channels + c, m = piece.row * mask_width(from.channels) + c / 8;
         for (s64 i = 0; i < piece.rows; ++i, at += from.channels, m += mask_width(from.channels)) {
-            piece.fetch(from.g, c, i);
+            fetch_stored(piece, from.g, from.g_kind, c, i);
             fetch_kept<stored>(piece, from.x, c, i);
             for (int v = 0; v < V; ++v) {
                 const s64 k = c + kLanes * v;
@@ -207,7 +212,7 @@ void channel_stats(s64 rows, s64 channels, const void* x, Stored kind, f64* tota
     write_extremes(seen, channels, squares, low, high);
 }
 
-void normalize_grad_sums(const Backward& from, f64* total, f64* dot, f64* squares, f32* masked, int threads) {
+void normalize_grad_sums(const Backward& from, f64* total, f64* dot, f64* squares, void* masked, int threads) {
 #ifdef BYTEBACK_NARROWER
     if (is_narrow(from.channels)) return BYTEBACK_NARROWER::normalize_grad_sums(from, total, dot, squares, masked, threads);
 #endif

@@ -24,6 +24,12 @@ bool should_stream(const T* to, s64 rows, s64 channels, s64 whole) {
            rows * channels * static_cast<s64>(sizeof(T)) > kLarge;
 }
 
+// The same for floats of either kind; whole lines are written together.
+inline bool should_stream(const void* to, Stored kind, s64 rows, s64 channels) {
+    if (kind == Stored::bf16) return should_stream(static_cast<const bf16*>(to), rows, channels, kLineBytes / 2);
+    return should_stream(static_cast<const f32*>(to), rows, channels, kLineFloats);
+}
+
 // The same for int8 results, of which `written` bytes are made and which are written in blocks.
 inline bool should_stream(const s8* to, s64 start, s64 written) {
     constexpr s64 kLarge = 12 << 20;
@@ -148,6 +154,18 @@ BYTEBACK_INLINE void store_real(f32* p, Floats x, Lanes lanes, bool stream = fal
 template <class Lanes>
 BYTEBACK_INLINE void store_real(bf16* p, Floats x, Lanes lanes, bool stream = false) {
     lanes.store_words(&p->bits, words_of(x), stream);
+}
+
+// Floats of either kind. To ask here costs nothing that can be measured, and each kernel exists once for both.
+template <class Lanes>
+BYTEBACK_INLINE Floats load_stored(const void* from, Stored kind, s64 at, Lanes lanes) {
+    if (kind == Stored::bf16) return load_real(static_cast<const bf16*>(from) + at, lanes);
+    return lanes.load(static_cast<const f32*>(from) + at);
+}
+template <class Lanes>
+BYTEBACK_INLINE void store_stored(void* to, Stored kind, s64 at, Floats x, Lanes lanes, bool stream) {
+    if (kind == Stored::bf16) return store_real(static_cast<bf16*>(to) + at, x, lanes, stream);
+    lanes.store(static_cast<f32*>(to) + at, x, stream);
 }
 
 // x, which is at p, in float64.

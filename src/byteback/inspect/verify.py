@@ -181,9 +181,21 @@ def _block(rng: random.Random) -> Iterator[tuple[str, Callable[[], tuple[Tensor 
             yield f"normalize_grad_sums {activation}", lambda args=sums: tuple(ops.normalize_grad_sums(*args, want_masked=True))  # type: ignore[misc]
             mask = ops.normalize(*forward, want_float=False, want_mask=True).mask
             yield f"add_waiting {activation}", lambda x=x, g=g, mask=mask: (ops.add_waiting(x, g, mask),)  # type: ignore[misc]
+            small = parts._replace(g=added, mask=mask, x=ops.pack_norm(x, -b.abs(), b.abs(), a.double(), "int8"))
+            yield (
+                f"gradients in bfloat16 {activation}",
+                lambda x=x, parts=small, clip=clip, key=key: _of_rounded_gradient(x, parts, clip, key),  # type: ignore[misc]
+            )
             yield f"normalize_grad {activation}", lambda parts=parts: (ops.normalize_grad(parts),)  # type: ignore[misc]
             pair = (parts, clip, clips, key)
             yield f"normalize_grad_quantize_pair {activation}", lambda args=pair: _flat(ops.normalize_grad_quantize_pair(*args))  # type: ignore[misc]
+
+
+def _of_rounded_gradient(x: Tensor, parts: ops.GradientParts, clip: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+    """The passes back where the gradient is bfloat16, as between two blocks with stream="bfloat16"."""
+    sums = ops.normalize_grad_sums(*parts[:6], want_masked=True)
+    waiting = ops.add_waiting(x, parts.g, parts.mask)
+    return _flat((sums, waiting, ops.normalize_grad(parts), ops.normalize_grad_quantize(parts, clip, key)))
 
 
 def _flat(results: object) -> tuple[Tensor | None, ...]:

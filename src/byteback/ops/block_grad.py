@@ -6,8 +6,8 @@ and r from them; `normalize_grad_batch` does both in one call). The second compu
 A gradient is quantized twice if grad_input uses one scale for the tensor and grad_weight one for each channel. dx
 (`GradientParts`) is computed again for each reading, which is faster than writing and reading it.
 
-The legend is that of block.py. g is float32 (N, C, ...), x is the saved input of the BatchNorm, p, q, r are float32 vectors
-(C,).
+The legend is that of block.py. g is (N, C, ...), float32 or rounded to bfloat16, x is the saved input of the BatchNorm, p, q, r
+are float32 vectors (C,).
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from byteback.ops.backends.registry import Backend, backend_for
-from byteback.ops.checks import check_gate, check_kept, check_key, check_one, check_parts, check_tensor, check_vector
+from byteback.ops.checks import (
+    check_gate,
+    check_kept,
+    check_key,
+    check_one,
+    check_parts,
+    check_stream,
+    check_tensor,
+    check_vector,
+)
 from byteback.ops.quantize import check_clips
 from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, QTensor, tensors_of
 
@@ -41,7 +50,7 @@ def normalize_grad_sums(
     """Returns the sums per channel that the gradient of the norm needs, and gm, the gradient of the residual branch.
 
     gm = g · activation'(z). For none, relu and relu6 it is g or 0, by the mask if there is one, else by z. Smooth activations
-    always use z = a·x + b. `none` without a mask needs neither a nor b.
+    always use z = a·x + b. `none` without a mask needs neither a nor b. gm has the dtype of g; of a smooth activation float32.
 
     >>> g, x = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [-1.0]])
     >>> sums = normalize_grad_sums(g, x, torch.ones(1), torch.zeros(1), None, "relu", want_masked=True)
@@ -49,7 +58,7 @@ def normalize_grad_sums(
     (1.0, 3.0, [[1.0], [0.0]])
     """
     op = "normalize_grad_sums"
-    g = check_tensor(op, "g", g)
+    g = check_stream(op, "g", g)
     x = check_kept(op, x, g)
     a, b, mask = check_gate(op, g, a, b, mask, activation)
     backend = backend_for(op, g, *tensors_of(x), a, b, mask)
@@ -81,7 +90,7 @@ def normalize_grad_batch(
     (3.0, -2.0)
     """
     op = "normalize_grad_batch"
-    g = check_tensor(op, "g", g)
+    g = check_stream(op, "g", g)
     x = check_kept(op, x, g)
     _, gate_b, mask = check_gate(op, g, a, b, mask, activation)
     channels = g.shape[1]
@@ -125,7 +134,7 @@ def add_waiting(x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
     [[4.0, 2.0]]
     """
     op = "add_waiting"
-    x, g = check_tensor(op, "x", x), check_tensor(op, "g", g)
+    x, g = check_tensor(op, "x", x), check_stream(op, "g", g)
     if x.shape != g.shape:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)} and g {tuple(g.shape)}. Pass two gradients of one tensor.")
     if mask is not None:

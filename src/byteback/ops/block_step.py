@@ -19,11 +19,13 @@ A site has these methods. forward and backward return None and change nothing if
         returns    the addresses of tensors, with which backward checks that the saved tensors are the same
     can_add(g, mask)
         returns    whether backward can add a gradient of this layout to grad_input
-    backward(g, saved, places, tensors, waiting, want_masked, rank, counts_iteration)
+    backward(g, saved, places, tensors, waiting, rounds, want_masked, rank, counts_iteration)
+        g          float32, or bfloat16 from a stream
         saved      the values and scales of input and weight, two that may be None, the mask, a, b, mean, invstd and the saved
                    input of the norm with its step and centre
         tensors    seed, layer, count and iteration, then the buffers of one or two quantizers
         waiting    None, or a gradient and a mask or None; grad_input contains it (ops.add_waiting)
+        rounds     grad_input is rounded to bfloat16
         returns    whether the products are computed, the iteration, the two words of the noise key, and q, r, the gradients
                    of gamma and beta, the masked gradient, Σdx and Σdx², grad_input, grad_weight
 """

@@ -204,7 +204,7 @@ def check_gate(
 def check_parts(op: str, parts: GradientParts) -> GradientParts:
     """Returns the parts of a gradient that is not stored, checked."""
     g, x, a, b, mask, activation, p, q, r = parts
-    g = check_tensor(op, "g", g)
+    g = check_stream(op, "g", g)
     x = check_kept(op, x, g)
     a, b, mask = check_gate(op, g, a, b, mask, activation)
     channels = g.shape[1]

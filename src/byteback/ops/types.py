@@ -83,7 +83,7 @@ class ProductCall:
 class GradientParts(NamedTuple):
     """The parts of dx = (p·gm + q·x) + r, which is not stored. gm = g · activation'(z), x is the saved input of the norm.
 
-    a, b and mask determine the derivative of the activation (`normalize_grad_sums`).
+    a, b and mask determine the derivative of the activation (`normalize_grad_sums`). g is float32 or bfloat16.
     """
 
     g: Tensor

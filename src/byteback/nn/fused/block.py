@@ -37,9 +37,11 @@ from byteback.nn.fused.sources import (
     OutputSpec,
     Poolable,
     PredictionSource,
+    Rounded,
     Source,
     attach_source,
     channels_last,
+    floats_of,
     materialize,
 )
 from byteback.nn.fused.step import Gradients, backward_step, find_site, forward_step
@@ -165,6 +167,8 @@ class FusedBlock(Function):
         source.release()
         if backs:
             ctx.shared = shared_gradient(x, ctx), shared_gradient(residual, ctx)
+            ctx.from_blocks = _is_of_block(x), _is_of_block(residual)
+            ctx.rounds = ctx.from_blocks[0] and _rounds_gradient(stages)
         source.join_floats = call.block.join_feeds_other
         sources.append(source)
         # An inference tensor has no version counter, so a write after which its int8 copy is wrong would go unnoticed.
@@ -176,10 +180,18 @@ class FusedBlock(Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # With create_graph=True gradients belong to a graph, which would end where they wait.
-        shared = (None, None) if torch.is_grad_enabled() else ctx.shared
+        makes_graph = torch.is_grad_enabled()
+        shared = (None, None) if makes_graph else ctx.shared
         with torch.no_grad():
-            grads = _gradients(ctx, grad_output, *shared)
+            of_x, *others, of_residual = _gradients(ctx, grad_output, *shared)
+            # Compiled autograd calls backward with another object, and traces ordinary tensors.
+            to_blocks = (False, False) if makes_graph or type(ctx) is not _NODE else ctx.from_blocks
+            grads = _for_autograd(of_x, to_blocks[0]), *others, _for_autograd(of_residual, to_blocks[1])
         return (*refuse_second(ctx.name, grad_output, grads), None, None, None)
+
+
+_NODE: Any = FusedBlock._backward_cls
+"""The class of a block's node in autograd's graph, which is also that of its ctx."""
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -285,6 +297,21 @@ def _travels_rounded(stages: Stages) -> bool:
     return recipe.stream == "bfloat16" and stages.by_batch and only_added and _reads_floats(stages.call)
 
 
+def _rounds_gradient(stages: Stages) -> bool:
+    """Whether grad_input, with what waits for it, is stored as bfloat16, if another block has computed the input.
+
+    The rule is that of `_is_pointwise`. With a stride, most of grad_input is 0 and written in other ways.
+    """
+    layer, products = stages.call.layer, stages.call.products
+    in_int8 = stages.by_batch and layer.runs_int8("grad_input")
+    return layer.recipe.stream == "bfloat16" and in_int8 and _is_pointwise(stages.call) and max(products.stride) == 1
+
+
+def _is_of_block(x: Tensor | None) -> bool:
+    """Whether a block has computed x, and will read its gradient."""
+    return x is not None and type(x.grad_fn) is _NODE
+
+
 def _wants(stages: Stages, backs: bool, needs_gamma: bool) -> Wants:
     """Returns what a block computes in its forward pass, for its readers and for backward."""
     layer, block = stages.call.layer, stages.call.block
@@ -366,7 +393,9 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of the inputs of the block. Those of x and of the residual may wait for other readers."""
     saved = ctx.saved_tensors  # read once, because unpacking may recompute the tensors
-    g, needs = channels_last(grad_output), ctx.needs_input_grad
+    g, needs = floats_of(grad_output), ctx.needs_input_grad
+    if g.dtype is not torch.float32 and not g.is_cpu:  # kernels on GPUs read float32
+        g = g.float()
     mask = saved[6] if of_residual is not None and of_residual.will_wait(ctx) else None  # else gm is written
     masks = needs[5] and ctx.activation != "none" and mask is None
     waiting = None if of_input is None else of_input.take()
@@ -376,8 +405,13 @@ def _gradients(
     else:
         norm, (grad_input, grad_weight) = _gradients_by_operators(ctx, saved, g, masks, stepped)
     # First x, then the residual: in autograd's order also if they are the same tensor.
-    if grad_input is not None and of_input is not None:
-        grad_input = of_input.give(ctx, grad_input if waiting is None else ops.add_waiting(grad_input, *waiting))
+    if grad_input is not None:
+        if waiting is not None:
+            grad_input = ops.add_waiting(grad_input, *waiting)
+        if ctx.rounds and grad_input.dtype is torch.float32:
+            grad_input = _rounded(grad_input)
+        if of_input is not None:
+            grad_input = of_input.give(ctx, grad_input)
     grad_residual: Tensor | None = None
     if needs[5]:
         grad_residual = g if norm.masked is None else norm.masked
@@ -393,8 +427,21 @@ def _residual_gradient(shared: SharedGradient, ctx: Any, grad: Tensor, mask: Ten
     if waiting is None:
         return shared.give(ctx, grad, mask)
     if mask is not None:  # the block adds its own input, whose gradient has come in between
-        grad = ops.add_waiting(torch.zeros_like(grad), grad, mask)
-    return shared.give(ctx, ops.add_waiting(grad, *waiting))
+        grad = ops.add_waiting(torch.zeros_like(grad, dtype=torch.float32), grad, mask)
+    return shared.give(ctx, ops.add_waiting(grad.float(), *waiting))
+
+
+def _rounded(x: Tensor) -> Tensor:
+    rounded = ops.pack_norm(x, None, None, None, "bfloat16")
+    assert isinstance(rounded, Tensor)
+    return rounded
+
+
+def _for_autograd(grad: Tensor | None, to_block: bool) -> Tensor | None:
+    """Returns a gradient as a float32 tensor. If a block will read one in bfloat16, it has no storage until somebody looks."""
+    if grad is None or grad.dtype is torch.float32:
+        return grad
+    return LazyActivation(Rounded(grad)) if to_block else grad.float()
 
 
 def _gradients_by_operators(

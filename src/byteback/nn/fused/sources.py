@@ -4,6 +4,7 @@
     Source            computes act(a * x + b (+ residual)) from the output x of a convolution. On request it computes the int8
                       copy that the next convolution reads, or the float tensor, and stores both.
     PredictionSource  the same without a gradient: x too is computed only when the result is read.
+    Rounded           a gradient that exists as bfloat16. Its floats are made if somebody else than the next block reads it.
     Floats            a float tensor that exists already. Its int8 copy is computed once, for all convolutions that read it.
     LazyActivation    a tensor without storage that has a Source. Autograd treats it as the float tensor that it represents.
                       The first operation that needs values computes them. In-place operations and views make it plain float.
@@ -292,6 +293,20 @@ class Floats(Source):
 
     def settled(self, output: Tensor) -> Source:
         return self
+
+
+class Rounded(Source):
+    """A float tensor that exists as bfloat16, channels last: a gradient between two blocks."""
+
+    is_settled = True
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = self.rounded = x
+        self.shape, self.device, self.strides = x.shape, x.device, x.stride()
+        self.peak, self.quantized = None, []
+
+    def never_negative(self) -> bool:
+        return False
 
 
 class LazyActivation(Tensor):

@@ -119,7 +119,9 @@ def backward_step(ctx: Any, saved: tuple[Tensor, ...], g: Tensor, masks: bool, w
         tensors += second._buffers.values()
     counts_itself = ctx.training and not layer.hooked
     fits = waiting is not None and ctx.site.can_add(*waiting)
-    made = ctx.site.backward(g, saved, ctx.saved_at, tensors, waiting if fits else None, masks, layer.rank(), counts_itself)
+    rounds = ctx.rounds and (fits or waiting is None)
+    added = waiting if fits else None
+    made = ctx.site.backward(g, saved, ctx.saved_at, tensors, added, rounds, masks, layer.rank(), counts_itself)
     if made is None:
         return None
     done, now, words, (q, r, gamma, beta, masked, total, squares, grad_input, grad_weight) = made

@@ -110,7 +110,7 @@ def noise_key(seed: Tensor, layer: Tensor, count: Tensor, rank: int) -> Tensor:
 
 
 def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[QTensor, QTensor]:
-    return _quantized(x, x.new_empty((1,) * x.dim())), _quantized(x, _column(x))
+    return _quantized(x, x.new_empty((1,) * x.dim(), dtype=_FLOAT32)), _quantized(x, _column(x))
 
 
 def absmax(x: Tensor, axis: int) -> Tensor:
@@ -268,7 +268,11 @@ def normalize_grad_sums(
     want_squares: bool,
 ) -> GradSums:
     squares = _vector(g, _FLOAT64) if want_squares else None
-    return GradSums(_vector(g, _FLOAT64), _vector(g, _FLOAT64), squares, _like(g) if want_masked else None)
+    return GradSums(_vector(g, _FLOAT64), _vector(g, _FLOAT64), squares, _masked(g, activation) if want_masked else None)
+
+
+def _masked(g: Tensor, activation: str) -> Tensor:
+    return _like(g, _FLOAT32 if TABLE[activation].is_smooth else g.dtype)
 
 
 def normalize_grad(parts: GradientParts) -> Tensor:
@@ -280,7 +284,7 @@ def add_waiting(x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
-    return _quantized(parts.g, parts.g.new_empty((1,) * parts.g.dim()))
+    return _quantized(parts.g, parts.g.new_empty((1,) * parts.g.dim(), dtype=_FLOAT32))
 
 
 def normalize_grad_batch(
@@ -297,7 +301,7 @@ def normalize_grad_batch(
     want_sums: bool,
 ) -> NormGradient:
     sums = (_vector(g, _FLOAT64), _vector(g, _FLOAT64)) if want_sums else None
-    return NormGradient(_vector(g), _vector(g), _vector(g), _vector(g), _like(g) if want_masked else None, sums)
+    return NormGradient(_vector(g), _vector(g), _vector(g), _vector(g), _masked(g, activation) if want_masked else None, sums)
 
 
 def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -351,7 +355,8 @@ def spread_pixels(y: Tensor, size: Sequence[int], stride: Pair) -> Tensor | None
 def magnitude_clips(
     rule: Averaged, x: Tensor, peak: Tensor, total: Tensor, squares: Tensor, before_one: Before, before_each: Before
 ) -> Clips:
-    return Clips(x.new_empty((1,) * x.dim()), _column(x), x.new_empty((), dtype=_FLOAT64), x.new_empty((), dtype=_FLOAT64))
+    one, gaussian = (x.new_empty(shape, dtype=dtype) for shape, dtype in (((1,) * x.dim(), _FLOAT32), ((), _FLOAT64)))
+    return Clips(one, _column(x), gaussian, gaussian)
 
 
 def gradient_pair(
@@ -365,5 +370,5 @@ def gradient_pair(
 ) -> Paired:
     g = parts.g
     clips = magnitude_clips(rule, g, *sums, sums[0], before_one, before_each)
-    one = QTensor(_like(g, _INT8), g.new_empty((1,) * g.dim())) if want_one else None
+    one = QTensor(_like(g, _INT8), g.new_empty((1,) * g.dim(), dtype=_FLOAT32)) if want_one else None
     return Paired(clips, one, QTensor(_like(g, _INT8), _column(g)), (0, 0), 0)

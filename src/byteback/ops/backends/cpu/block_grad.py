@@ -13,9 +13,10 @@ from torch import Tensor
 
 from byteback.ops.activations import MASK_GATE, TABLE
 from byteback.ops.backends.cpu import allocator, library
-from byteback.ops.backends.cpu.addresses import flat, known, last, new
+from byteback.ops.backends.cpu.addresses import KINDS, flat, known, last, new
 from byteback.ops.backends.cpu.block import kept_numbers
 from byteback.ops.backends.cpu.quantize import pair_room, quantized_to, room
+from byteback.ops.backends.reference.block_grad import masked_dtype
 from byteback.ops.types import GradientParts, GradSums, Kept, NormGradient, QTensor
 
 _native: Any = library.native
@@ -43,7 +44,8 @@ def backward_of(
         channels=channels,
         gate=row.gate if mask is None or row.is_smooth else MASK_GATE,
         kept=kind,
-        g=last(g, _FLOAT32, count),
+        g_kind=KINDS[g.dtype],
+        g=last(g, g.dtype, count),
         x=there,
         step=step,
         centre=centre,
@@ -70,7 +72,7 @@ def normalize_grad_sums(
     channels = g.shape[1]
     total, dot = new(channels, _FLOAT64), new(channels, _FLOAT64)
     squares = new(channels, _FLOAT64) if want_squares else None
-    masked = allocator.empty_like(g) if want_masked else None
+    masked = allocator.empty_like(g, masked_dtype(g, activation)) if want_masked else None
     _native.normalize_grad_sums(
         path,
         backward_of(g, x, a, b, mask, activation),
@@ -96,7 +98,8 @@ def add_waiting(path: int, x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
         path,
         rows=rows,
         channels=channels,
-        g=last(g, _FLOAT32, count),
+        g_kind=KINDS[g.dtype],
+        g=last(g, g.dtype, count),
         mask=flat(mask, _UINT8, rows * ((channels + 7) // 8)),
         x=last(x, _FLOAT32, count),
         dx=known(dx),
@@ -137,7 +140,7 @@ def normalize_grad_batch(
     want_sums: bool,
 ) -> NormGradient:
     channels, gate_a = g.shape[1], None if b is None else a
-    masked = allocator.empty_like(g) if want_masked else None
+    masked = allocator.empty_like(g, masked_dtype(g, activation)) if want_masked else None
     q, r, gamma, beta = (new(channels, _FLOAT32) for _ in range(4))
     sums = (new(channels, _FLOAT64), new(channels, _FLOAT64)) if want_sums else None
     dx_total, dx_squares = sums or (None, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from byteback.ops.activations import MASK_GATE, TABLE
 from byteback.ops.backends.cpu import allocator, ledger, library
-from byteback.ops.backends.cpu.addresses import dense, flat, known, places
+from byteback.ops.backends.cpu.addresses import KINDS, dense, flat, known, places
 from byteback.ops.backends.cpu.block import STORED, forward_pass
 from byteback.ops.backends.cpu.norm import is_writable
 from byteback.ops.backends.cpu.products import conv_shape
@@ -103,7 +103,7 @@ class Site:
 
     def can_add(self, g: Tensor, mask: Tensor | None) -> bool:
         """Whether `backward` can add this gradient to grad_input."""
-        return g.stride() == self._x_strides and g.dtype is _FLOAT32
+        return g.stride() == self._x_strides
 
     def backward(
         self,
@@ -112,6 +112,7 @@ class Site:
         saved_at: list[int],
         tensors: tuple[Tensor | None, ...],
         waiting: tuple[Tensor, Tensor | None] | None,
+        rounds: bool,
         want_masked: bool,
         rank: int,
         counts_iteration: bool,
@@ -131,6 +132,7 @@ class Site:
             self._backward,
             self._gradient,
             known(g),
+            KINDS[g.dtype],
             x,
             x_scale,
             w,
@@ -141,7 +143,8 @@ class Site:
             mean,
             invstd,
             *(kept if len(kept) > 1 else (kept[0], 0, 0)),
-            *((0, 0) if waiting is None else (known(waiting[0]), known(waiting[1]))),
+            *((0, 0, 0) if waiting is None else (known(waiting[0]), known(waiting[1]), KINDS[waiting[0].dtype])),
+            rounds,
             want_masked,
             rank,
             counts_iteration,

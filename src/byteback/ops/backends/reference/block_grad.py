@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward passes of a fused block in plain PyTorch, and what two int8 copies of its gradient need.
 
-Legend: g is float32 (N, C, ...), x is the saved input of the norm, vectors (p, q, r) have one float32 per channel. Every
-operation is float32 and rounds once, in the order written. Sums are the ordered float64 sums of statistics.py.
+Legend: g is (N, C, ...), float32 or bfloat16, x is the saved input of the norm, vectors (p, q, r) have one float32 per channel.
+Every operation is float32 and rounds once, in the order written. Sums are the ordered float64 sums of statistics.py.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ def masked_gradient(g: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, ma
     return g * slope if row.is_smooth else torch.where(slope, g, 0.0)
 
 
+def masked_dtype(g: Tensor, activation: str) -> torch.dtype:
+    """Returns the dtype in which gm is stored: that of g, of which it is a part. Its product with a slope is float32."""
+    return torch.float32 if TABLE[activation].is_smooth else g.dtype
+
+
 @torch.no_grad()
 def normalize_grad_sums(
     g: Tensor,
@@ -52,24 +57,24 @@ def normalize_grad_sums(
 ) -> GradSums:
     """Returns Σgm, Σ gm·x, Σgm² and gm."""
     wide = kept_value(x)
-    masked = masked_gradient(g, wide, a, b, mask, activation)
+    masked = masked_gradient(g.float(), wide, a, b, mask, activation)
     rows = statistics.rows_of(masked).double()
     total, dot = statistics.ordered_sum(rows), statistics.ordered_sum(rows * statistics.rows_of(wide).double())
     squares = statistics.ordered_sum(rows * rows) if want_squares else None
-    return GradSums(total, dot, squares, channels_last(masked) if want_masked else None)
+    return GradSums(total, dot, squares, channels_last(masked).to(masked_dtype(g, activation)) if want_masked else None)
 
 
 @torch.no_grad()
 def add_waiting(x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
     """Returns x + gm."""
-    return channels_last(x + masked_gradient(g, x, None, None, mask, "none"))
+    return channels_last(x + masked_gradient(g.float(), x, None, None, mask, "none"))
 
 
 @torch.no_grad()
 def normalize_grad(parts: GradientParts) -> Tensor:
     """Returns dx = (p·gm + q·x) + r."""
     g, x, a, b, mask, activation, p, q, r = parts
-    wide = kept_value(x)
+    wide, g = kept_value(x), g.float()
     gm = masked_gradient(g, wide, a, b, mask, activation)
     return channels_last((column(p, g) * gm + column(q, g) * wide) + column(r, g))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward passes of a fused block on a GPU."""
+"""The backward passes of a fused block on a GPU. Gradients in bfloat16 are read by the reference."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ def _saved(x: Kept, fill: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     return (x, fill, fill), int(x.dtype == torch.bfloat16)
 
 
+def _runs(g: Tensor) -> bool:
+    return fits(g) and g.dtype is torch.float32
+
+
 @torch.no_grad()
 def add_waiting(x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
-    if not fits(g):
+    if not _runs(g):
         return reference.add_waiting(x, g, mask)
     out = empty_last(g, torch.float32)
     rows, c, size = rows_and_tile(g)
@@ -54,7 +58,7 @@ def normalize_grad_sums(
     want_masked: bool,
     want_squares: bool,
 ) -> GradSums:
-    if not fits(g):
+    if not _runs(g):
         return reference.normalize_grad_sums(g, x, a, b, mask, activation, want_masked, want_squares)
     c = g.shape[1]
     rows = g.numel() // c
@@ -110,7 +114,7 @@ def run_gradient(
 
 @torch.no_grad()
 def normalize_grad(parts: GradientParts) -> Tensor:
-    if not fits(parts.g):
+    if not _runs(parts.g):
         return reference.normalize_grad(parts)
     dx = empty_last(parts.g, torch.float32)
     run_gradient(parts, out=dx)
@@ -131,7 +135,7 @@ def _copied(copy: list[Tensor], peak: Tensor) -> QTensor:
 
 @torch.no_grad()
 def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
-    if not fits(parts.g):
+    if not _runs(parts.g):
         return reference.normalize_grad_quantize(parts, clip, key)
     *copy, peak = new_copy(parts.g, clip)
     run_gradient(parts, one=tuple(copy), peak=peak, key=key)
@@ -142,7 +146,7 @@ def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | No
 def normalize_grad_quantize_pair(
     parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
 ) -> tuple[QTensor, QTensor]:
-    if not fits(parts.g):
+    if not _runs(parts.g):
         return reference.normalize_grad_quantize_pair(parts, clip, clip_per_channel, key)
     *one, peak = new_copy(parts.g, clip)
     *each, _ = new_copy(parts.g, clip_per_channel)
@@ -152,7 +156,7 @@ def normalize_grad_quantize_pair(
 
 @torch.no_grad()
 def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float | Tensor, key: Tensor | None) -> tuple[Tensor, QTensor]:
-    if not fits(parts.g):
+    if not _runs(parts.g):
         return reference.normalize_grad_quantize_by_ratio(parts, ratio, key)  # type: ignore[arg-type]
     clip = channel_peaks(parts) * ratio
     *copy, peak = new_copy(parts.g, clip)
@@ -173,7 +177,7 @@ def channel_peaks(parts: GradientParts) -> Tensor:
 
 @torch.no_grad()
 def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if not fits(parts.g):
+    if not _runs(parts.g):
         return reference.normalize_grad_tails(parts, per_channel, threshold)
     g, bits = parts.g, _channel_bits(parts.g)
     counts = torch.zeros((2, *bits.shape), dtype=torch.int64, device=g.device)
