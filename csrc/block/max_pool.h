@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "core/parallel.h"
 #include "core/types.h"
@@ -90,39 +91,60 @@ inline void pool_windows(const Windows& p, const f32* x, f32* y, u8* which, int 
     });
 }
 
-// Windows of one axis that have `pixel` among their taps lie in [begin, end); those whose taps pass it by are told by the tap.
-struct Reach {
-    s64 begin, end;
+// Along one axis, the windows that have a pixel among their taps, in order, and by which tap.
+class Reach {
+public:
+    struct Window {
+        s64 index, tap;
+    };
+
+    Reach(s64 pixels, s64 kernel, s64 stride, s64 pad, s64 dilation, s64 count) : first_(static_cast<size_t>(pixels + 1)) {
+        for (s64 pixel = 0; pixel < pixels; ++pixel) {
+            const s64 from = pixel + pad - (kernel - 1) * dilation;  // the first start that reaches this pixel
+            const s64 end = std::min(count, (pixel + pad) / stride + 1);
+            for (s64 i = from <= 0 ? 0 : ceil_div(from, stride); i < end; ++i) {
+                const s64 away = pixel + pad - i * stride;
+                if (away % dilation == 0) windows_.push_back({i, away / dilation});
+            }
+            first_[static_cast<size_t>(pixel + 1)] = windows_.size();
+        }
+    }
+
+    const Window* begin(s64 pixel) const { return windows_.data() + first_[static_cast<size_t>(pixel)]; }
+    const Window* end(s64 pixel) const { return begin(pixel + 1); }
+
+private:
+    std::vector<Window> windows_;
+    std::vector<size_t> first_;
 };
 
-inline Reach windows_over(s64 pixel, s64 kernel, s64 stride, s64 pad, s64 dilation, s64 count) {
-    const s64 from = pixel + pad - (kernel - 1) * dilation;  // the first start that reaches this pixel
-    return {from <= 0 ? 0 : ceil_div(from, stride), std::min(count, (pixel + pad) / stride + 1)};
+// The gradients of the channels [begin, end) of a pixel, of which some windows have chosen it. taps: the windows' first elements,
+// and which tap of theirs the pixel is. Never -0, so that adding 0 where another tap was chosen changes nothing.
+inline void add_chosen(const f32* g, const u8* which, const Tap* taps, s64 count, s64 begin, s64 end, f32* to) {
+    for (s64 c = begin; c < end; ++c) {
+        f32 sum = 0.0f;
+        for (s64 t = 0; t < count; ++t) sum += which[taps[t].offset + c] == taps[t].number ? g[taps[t].offset + c] : 0.0f;
+        to[c] = sum;
+    }
 }
 
-inline void pool_gradient(const Windows& p, const f32* g, const u8* taps, f32* dx, int threads) {
+// add(taps, count, to) makes the gradient of one pixel of all channels; end() follows a line of pixels.
+template <class Add, class End>
+inline void pool_gradient(const Windows& p, f32* dx, int threads, const Add& add, const End& end) {
+    const Reach rows(p.height, p.kernel_h, p.stride_h, p.pad_h, p.dilation_h, p.out_height);
+    const Reach columns(p.width, p.kernel_w, p.stride_w, p.pad_w, p.dilation_w, p.out_width);
     parallel_for(threads, p.batch * p.height, [&](s64 line) {
-        const s64 n = line / p.height, h = line % p.height;
-        const Reach rows = windows_over(h, p.kernel_h, p.stride_h, p.pad_h, p.dilation_h, p.out_height);
+        Tap taps[256];
+        const s64 image = line / p.height * p.out_height, h = line % p.height;
         for (s64 w = 0; w < p.width; ++w) {
-            const Reach columns = windows_over(w, p.kernel_w, p.stride_w, p.pad_w, p.dilation_w, p.out_width);
-            f32* to = dx + (line * p.width + w) * p.channels;
-            std::fill_n(to, p.channels, 0.0f);
-            for (s64 a = rows.begin; a < rows.end; ++a) {
-                const s64 down = h + p.pad_h - a * p.stride_h;
-                if (down % p.dilation_h) continue;
-                for (s64 b = columns.begin; b < columns.end; ++b) {
-                    const s64 right = w + p.pad_w - b * p.stride_w;
-                    if (right % p.dilation_w) continue;
-                    const s32 tap = static_cast<s32>(down / p.dilation_h * p.kernel_w + right / p.dilation_w);
-                    const s64 at = ((n * p.out_height + a) * p.out_width + b) * p.channels;
-                    const f32* from = g + at;
-                    const u8* chosen = taps + at;
-                    // Never -0, so that adding 0 where another tap was chosen changes nothing.
-                    for (s64 c = 0; c < p.channels; ++c) to[c] += chosen[c] == tap ? from[c] : 0.0f;
-                }
-            }
+            s64 count = 0;
+            for (const Reach::Window* a = rows.begin(h); a < rows.end(h); ++a)
+                for (const Reach::Window* b = columns.begin(w); b < columns.end(w); ++b)
+                    taps[count++] = {((image + a->index) * p.out_width + b->index) * p.channels,
+                                     static_cast<s32>(a->tap * p.kernel_w + b->tap)};
+            add(taps, count, dx + (line * p.width + w) * p.channels);
         }
+        end();
     });
 }
 

@@ -10,7 +10,9 @@ void max_pool(const Windows& p, const f32* x, f32* y, u8* taps, int threads) {
 }
 
 void max_pool_grad(const Windows& p, const f32* g, const u8* taps, f32* dx, int threads) {
-    pool_gradient(p, g, taps, dx, threads);
+    pool_gradient(
+        p, dx, threads, [&](const Tap* windows, s64 count, f32* to) { add_chosen(g, taps, windows, count, 0, p.channels, to); },
+        [] {});
 }
 
 }  // namespace byteback::generic
