@@ -196,10 +196,9 @@ def _hundred_steps(task: str, recipe: str) -> dict[str, Any]:
     return train(*args, "--output-dir", f"../{task}-{recipe}")
 
 
-def _every() -> dict[str, Callable[[], dict[str, Any]]]:
+def _every(task: str) -> dict[str, Callable[[], dict[str, Any]]]:
     recipes = ("float32", "plain-int8", "unified-int8", "distribution-adaptive-int8")
-    tasks = ("digits", "detection", "video")
-    return {f"{task}-{recipe}": functools.partial(_hundred_steps, task, recipe) for task in tasks for recipe in recipes}
+    return {recipe: functools.partial(_hundred_steps, task, recipe) for recipe in recipes}
 
 
 SETS = {
@@ -227,7 +226,8 @@ def main(name: str, folder: Path) -> None:
     float_table.RULES = ()  # small layers in int8, too
     loop.Run._save = _recorded(loop.Run._save)  # type: ignore[method-assign]
     os.chdir(folder / f"machine{os.environ['RANK']}")
-    checks = _every() if name == "recipes" else {check.__name__: check for check in SETS[name]}
+    task = name.removeprefix("recipes-")
+    checks = {check.__name__: check for check in SETS[name]} if task == name else _every(task)
     found = {called: check() for called, check in checks.items()}
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
     own_exit(0)  # two_ranks.py says why
