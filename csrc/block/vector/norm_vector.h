@@ -156,7 +156,7 @@ BYTEBACK_INLINE void store_real(bf16* p, Floats x, Lanes lanes, bool stream = fa
     lanes.store_words(&p->bits, words_of(x), stream);
 }
 
-// Floats of either kind. To ask here costs nothing that can be measured, and each kernel exists once for both.
+// Floats of either kind. Asked for each vector, so that a kernel is compiled once for both.
 template <class Lanes>
 BYTEBACK_INLINE Floats load_stored(const void* from, Stored kind, s64 at, Lanes lanes) {
     if (kind == Stored::bf16) return load_real(static_cast<const bf16*>(from) + at, lanes);
