@@ -118,8 +118,8 @@ private:
     std::vector<size_t> first_;
 };
 
-// The gradients of the channels [begin, end) of a pixel, of which some windows have chosen it. taps: the windows' first elements,
-// and which tap of theirs the pixel is. Never -0, so that adding 0 where another tap was chosen changes nothing.
+// The gradients of the channels [begin, end) of a pixel. taps: the first elements of the windows that have it, and which tap of
+// theirs it is. Never -0, so that adding 0 where another tap was chosen changes nothing.
 inline void add_chosen(const f32* g, const u8* which, const Tap* taps, s64 count, s64 begin, s64 end, f32* to) {
     for (s64 c = begin; c < end; ++c) {
         f32 sum = 0.0f;
