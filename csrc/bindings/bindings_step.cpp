@@ -345,9 +345,9 @@ struct GradientCall {
 };
 
 // g: with g_kind, how it is stored. mask and a to centre as block_forward made them; kept is y where it was kept as floats.
-// waiting: a gradient that is added to grad_input, how it is stored, and its mask; rounds: grad_input is bfloat16. The results: whether the products
-// are there, the iteration, the two words of the noise key, and q, r, the gradients of gamma and beta, the masked gradient,
-// Σdx and Σdx² (pairs), grad_input, grad_weight.
+// waiting: a gradient that is added to grad_input, how it is stored, and its mask; rounds: grad_input is bfloat16. The results:
+// whether the products are there, the iteration, the two words of the noise key, and q, r, the gradients of gamma and beta, the
+// masked gradient, Σdx and Σdx² (pairs), grad_input, grad_weight.
 nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors& of, const GradientPlan& how, Address g,
                          int g_kind, Address x, Address x_scale, Address w, Address w_scale, Address mask, Address a, Address b,
                          Address mean, Address invstd, Address kept, Address step, Address centre, Address waiting,

@@ -43,7 +43,8 @@ void make_forward(ForwardPass* made, s64 rows, s64 channels, int activation, boo
                            static_cast<Stored>(output)};
 }
 
-// kept says how x is stored, with its step and centre for int8; g_kind says how g is; of a, b and mask what the gate needs, of p, q, r all or none.
+// kept says how x is stored, with its step and centre for int8; g_kind says how g is; of a, b and mask what the gate needs, of
+// p, q, r all or none.
 void make_backward(Backward* made, s64 rows, s64 channels, int gate, int kept, int g_kind, Address g, Address x, Address step,
                    Address centre, Address a, Address b, Address mask, Address p, Address q, Address r) {
     const Kept stored{at<const void>(x), static_cast<Stored>(kept), at<const f32>(step), at<const f32>(centre)};
