@@ -11,7 +11,7 @@ from gpu_check.recorded import Launch, recording, train
 RECIPES = ("distribution-adaptive-int8", "unified-int8")
 TARGETS = (*NVIDIA, *AMD, TURING)
 PRODUCTS = ("conv_output.conv_output", "conv_grad_input.conv_grad_input", "conv_grad_weight.grad_weight")
-MOST_REGISTERS = 255
+MOST_REGISTERS = {"sm": 208, "gf": 512}
 MOST_SHARED = 99 * 1024  # of one program on sm_86, sm_89 and sm_120
 
 _S8 = {"sm": r"(mma\.sync|wgmma\.mma_async).*s32\.s8\.s8", "gfx": r"v_mfma_i32_\w*i8"}
@@ -58,7 +58,7 @@ def faults(made: Launch, target: str, code: Code) -> list[str]:
     found = []
     if code.spills:
         found.append(f"{code.spills} bytes of registers are spilled")
-    if code.registers > MOST_REGISTERS + 257 * target.startswith("gfx"):
+    if code.registers > MOST_REGISTERS[target[:2]]:
         found.append(f"{code.registers} registers")
     if code.shared > MOST_SHARED:
         found.append(f"{code.shared} bytes of shared memory")

@@ -61,6 +61,7 @@ def _output(plan: Plan, x: Tensor, w: Tensor, y: Tensor, scaled: Scaled) -> None
         **plan.constants(),
         **_tile(tile),
         GROUP=8,
+        IMAGES=f0 != 0,
     )
 
 
@@ -89,6 +90,7 @@ def _grad_input(plan: Plan, g: Tensor, w: Tensor, dx: Tensor, scaled: Scaled) ->
         *(*plan.image, plan.k, cg, kg, *plan.out, *plan.steps, *apart, *back, *where),
         **plan.constants(),
         **_tile(tile),
+        IMAGES=f0 != 0,
     )
 
 

@@ -5,6 +5,7 @@ With a stride, only some taps reach an input pixel. Pixels whose coordinates hav
 are reached by the same taps, so each phase is one index of a grid axis, and no multiplication by zero is done.
 
 g (N, OD, OH, OW, K), wt (groups, C/groups, T·R·S, K/groups), dx with the strides XN, XP, XC; all tensors are dense.
+IMAGES: there is a factor for each image; one for each channel only takes fewer registers.
 """
 
 import triton
@@ -34,7 +35,7 @@ def conv_grad_input(
     TD, TH, TW, JD, JH, JW,  # from one tap of a phase to the next, and how far the output index goes back then
     XN, XP, XC, FN, FC,
     T: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(CG, BN)
     group = tl.program_id(1) // tiles_n
@@ -71,6 +72,9 @@ def conv_grad_input(
         acc = tl.dot(a, b, acc, out_dtype=tl.int32)
     co = group * CG + c
     ok = live[:, None] & (c < CG)[None, :]
-    scale = tl.load(factor + (n * FN)[:, None] + (co * FC)[None, :], mask=ok, other=0.0)
+    if IMAGES:
+        scale = tl.load(factor + (n * FN)[:, None] + (co * FC)[None, :], mask=ok, other=0.0)
+    else:
+        scale = tl.load(factor + co * FC, mask=c < CG, other=0.0)[None, :]
     p = ((d * SD + pd) * H + i * SH + ph) * W + j * SW + pw
     tl.store(dx + (n * XN + p * XP)[:, None] + (co * XC)[None, :], acc.to(tl.float32) * scale, mask=ok)

@@ -2,6 +2,7 @@
 """output = x ⋆ w as a matrix product: rows are output pixels, columns output channels, the sum runs over taps and channels.
 
 x (N, D, H, W, C), w (K, T·R·S, C/groups), y with the strides YN, YP, YK for image, pixel, channel; all tensors are dense.
+IMAGES: there is a factor for each image; one for each channel only takes fewer registers.
 """
 
 import triton
@@ -16,6 +17,7 @@ def conv_output(
     YN, YP, YK, FN, FK,
     T: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    IMAGES: tl.constexpr,
 ):  # fmt: skip
     pixels = OD * OH * OW
     M = N * pixels
@@ -54,5 +56,8 @@ def conv_output(
         acc = tl.dot(a, b, acc, out_dtype=tl.int32)
     ko = g * KG + k
     ok = (m < M)[:, None] & (k < KG)[None, :]
-    scale = tl.load(factor + (n * FN)[:, None] + (ko * FK)[None, :], mask=ok, other=0.0)
+    if IMAGES:
+        scale = tl.load(factor + (n * FN)[:, None] + (ko * FK)[None, :], mask=ok, other=0.0)
+    else:
+        scale = tl.load(factor + ko * FK, mask=k < KG, other=0.0)[None, :]
     tl.store(y + (n * YN + p * YP)[:, None] + (ko * YK)[None, :], acc.to(tl.float32) * scale, mask=ok)
