@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,13 @@ from PIL import Image
 from rich.console import Console
 
 import byteback
-from byteback.train import config_file, export, predict, side_by_side
+from byteback.train import config_file, export, loop, predict, side_by_side, tasks
 from byteback.train import data as data_sets
 from byteback.train.checkpoints import files
+from byteback.train.config import TrainConfig
+from byteback.train.interrupt import Stopped
+from byteback.train.variants import parse
+from stops_after import StopsAfter
 
 SMALL = ("--epochs", "1", "--no-tensorboard", "--histogram-every", "0", "--threads", "1", "--batch-size", "128")
 SILENT = Console(quiet=True)
@@ -61,6 +66,66 @@ def test_what_cannot_be_loaded_is_said_in_a_sentence(run: Path, tmp_path: Path) 
         byteback.load(tmp_path / "best.safetensors")
     with pytest.raises(ValueError, match="precision is 'int4'"):
         byteback.load(run / "float32", precision="int4")
+    contents = torch.load(run / "unified-int8" / "seed0" / "best.pt", weights_only=True)
+    newer, other = tmp_path / "newer.pt", tmp_path / "other.pt"
+    torch.save({**contents, "format": 2}, newer)
+    with pytest.raises(
+        ValueError, match=r"newer\.pt: the checkpoint has format 2, but this build reads 1\. Install a newer byteback"
+    ):
+        byteback.load(newer)
+    torch.save({**contents, "config": contents["config"].replace('"resnet8"', '"resnet20"')}, other)
+    with pytest.raises(
+        ValueError, match=r"the weights do not fit the network that its config describes: .* is missing"
+    ) as caught:
+        byteback.load(other)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"--size is for detectors, but .* is a network of the task classify"):
+        export.run(export.ExportConfig(str(run / "unified-int8"), size=(8, 8)), SILENT)
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(run: Path, tmp_path: Path) -> None:
+    weights = ("--weights", str(run / "unified-int8" / "seed0"), "--model", "resnet20")
+    with pytest.raises(ValueError, match=r"does not fit SmallResNet: .* is missing.*Choose the --model") as caught:
+        train(*weights, "--recipe", "unified-int8", "--output-dir", str(tmp_path / "none"))
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_sizes_of_the_files_are_those_of_the_documentation(run: Path) -> None:
+    """docs/11-deploying.md: weights only, so no momentum, no average and, in int8, a quarter of each weight."""
+    for variant, least in (("float32", 2.0), ("unified-int8", 4.0)):
+        member = run / variant / "seed0"
+        assert (member / "best.pt").stat().st_size > least * (member / "best.safetensors").stat().st_size, variant
+
+
+def test_the_average_and_bfloat16_resume_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(ema=0.9, amp=True, epochs=2, batch_size=256, tensorboard=False, histogram_every=0).complete()
+    data, kinds = tasks.load(config), []
+    cross_entropy = loop.F.cross_entropy
+
+    def watched(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kinds.append((logits.requires_grad, logits.dtype))
+        return cross_entropy(logits, *args, **kwargs)
+
+    monkeypatch.setattr(loop.F, "cross_entropy", watched)
+    for variant in ("float32", "unified-int8"):
+        ends = []
+        for name, pauses in (("whole", ()), ("parts", (1, 3, 4))):
+            member = loop.Member(parse(variant), 0, tmp_path / variant / name)
+            for steps in pauses:
+                stop = StopsAfter(steps)
+                with pytest.raises(Stopped):
+                    loop.train(config, member, data, stop, stop)
+            never = StopsAfter(-1)
+            loop.train(config, member, data, never, never)
+            ends.append(files.read_lines(member.folder / "metrics.jsonl")[-1]["state_sha256"])
+        assert ends[0] == ends[1], variant
+        contents = torch.load(tmp_path / variant / "parts" / "best.pt", weights_only=True)
+        averaged, own = contents["average"]["module.fc.weight"], contents["model"]["fc.weight"]
+        assert not torch.equal(averaged, own), "the average is behind the weights"
+        for file in ("best.pt", "best.safetensors"):
+            assert torch.equal(byteback.load(tmp_path / variant / "parts" / file).state_dict()["fc.weight"], averaged)
+    assert {dtype for trains, dtype in kinds if trains} == {torch.bfloat16}, "--amp: the head is computed in bfloat16"
+    assert {dtype for trains, dtype in kinds if not trains} == {torch.float32}, "tests are in float32"
 
 
 def test_predictions_are_those_of_the_network(run: Path, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@
 onnx_file.py   export_onnx: writes the file
 twin.py        the copy of the model that is exported
 served.py      the modules in it that record the operators of int8 layers
+detectors.py   what is different for torchvision's detectors
 passes.py      changes of the graph, so that integers saturate as in training and runtimes use int8 kernels
-check.py       compares a file with the model in onnxruntime
+comparing.py   compares a file with the model in onnxruntime
 """
 
 from byteback.export.comparing import Check, check

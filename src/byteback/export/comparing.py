@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from byteback.export import detectors
 from byteback.export.passes import number
 from byteback.export.served import CALL
 from byteback.nn.watching import Seen, recorded
 
-EQUAL, TOP1 = 0.999, 0.995  # the promises of a Q/DQ file
+EQUAL, TOP1, BOXES = 0.999, 0.995, 0.98  # the promises of a Q/DQ file
 _EXACT_OPERATORS = {
     *("Add", "Mul", "Relu", "Clip", "Round", "Cast", "MaxPool", "Concat", "QuantizeLinear", "DequantizeLinear", "Identity"),
     *("Reshape", "Transpose", "Flatten", "Slice", "Split", "Pad", "Squeeze", "Unsqueeze"),
@@ -60,6 +61,7 @@ class Check:
     behind_float: Integers = field(default_factory=Integers)
     worst: tuple[str, float] = ("", 1.0)  # the layer with the smallest share of equal integers
     same_top1: float = 1.0
+    boxes: detectors.SameBoxes = field(default_factory=detectors.SameBoxes)
     largest_difference: float = 0.0  # of the output
     reach: float = 0.0  # largest magnitude of the output
 
@@ -74,6 +76,8 @@ class Check:
             found.append(f"{made.by_more} of {made.compared} integers differ by more than one")
         if self.same_top1 < TOP1:
             found.append(f"{self.same_top1:.2%} of the predictions are the same, less than {TOP1:.1%}")
+        if self.boxes.share < BOXES:
+            found.append(f"{self.boxes.share:.2%} of the boxes are the same, less than {BOXES:.1%}")
         return found
 
 
@@ -103,25 +107,33 @@ def _has_vnni() -> bool:
 
 @torch.no_grad()
 def check(model: nn.Module, data: bytes, batches: Sequence[Tensor], *, exact: bool, integers: int = 2) -> Check:
-    """Compares a file with the model on batches of real inputs: integers on the first `integers` of them, the output on all."""
+    """Compares a file with the model on batches of real inputs: integers on the first `integers` of them, the output on all.
+
+    For a detector a batch is one image.
+    """
     result, whole = Check(exact), session(data)
     per_layer: dict[str, Integers] = {}
-    same = 0
+    same, detects = 0, detectors.is_detector(model)
     forced = _Forced(data)
     for index, images in enumerate(batches):
         with recorded() as seen:
-            ours = model(images)
-        theirs = whole.run(None, {whole.get_inputs()[0].name: images.numpy(force=True)})[0]
-        result.images += len(images)
-        same += int((ours.argmax(-1).numpy() == theirs.argmax(-1)).sum())
-        result.largest_difference = max(result.largest_difference, float(np.abs(ours.numpy() - theirs).max()))
-        result.reach = max(result.reach, float(ours.abs().max()))
+            ours = detectors.predict(model, images) if detects else (model(images),)
+        theirs = whole.run(None, {whole.get_inputs()[0].name: images.numpy(force=True)})
+        if detects:
+            result.images += 1
+            result.boxes.add(ours, theirs)
+        else:
+            result.images += len(images)
+            same += int((ours[0].argmax(-1).numpy() == theirs[0].argmax(-1)).sum())
+            result.largest_difference = max(result.largest_difference, float(np.abs(ours[0].numpy() - theirs[0]).max()))
+            result.reach = max(result.reach, float(ours[0].abs().max()))
         if index < integers:
             for call, behind_float, own, other in forced.compared(images, seen):
                 (result.behind_float if behind_float else result.layers).add(own, other)
                 if not behind_float:
                     per_layer.setdefault(call, Integers()).add(own, other)
-    result.same_top1 = same / max(result.images, 1)
+    if not detects:
+        result.same_top1 = same / max(result.images, 1)
     if per_layer:
         name = min(per_layer, key=lambda call: per_layer[call].equal)
         result.worst = name.rsplit(":", 1)[0], per_layer[name].equal
@@ -197,6 +209,8 @@ class _Forced:
         rows = []
         for (_, call, zero), theirs in zip(self.outputs, made, strict=True):
             own = seen.inputs[_key(call)].contiguous().numpy()
+            if own.shape != theirs.shape:  # behind the choice of boxes, of which there may be another number
+                continue
             rows.append((call, self.behind_float[call], own, theirs.astype(np.int32) - zero))
         return rows
 
@@ -235,6 +249,8 @@ def _is_exact(value: Any, given: set[int]) -> bool:
         return id(value) in given or number(value) is not None
     if CALL in node.metadata_props:
         return True
+    if node.op_type == "Resize" and node.attributes.get_string("mode", "nearest") == "nearest":
+        return _is_exact(node.inputs[0], given)
     return node.op_type in _EXACT_OPERATORS and all(operand is None or _is_exact(operand, given) for operand in node.inputs)
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from byteback.convert.layers import int8_layers
 from byteback.convert.restore import restore
-from byteback.export import passes
-from byteback.export.twin import twin_of
+from byteback.export import detectors, passes
+from byteback.export.twin import Twin, twin_of
 
 OPSETS = range(18, 26)
 _LIMIT = 2**31 - 1  # of a protobuf
@@ -40,7 +40,8 @@ def export_onnx(
 
     The default file has QuantizeLinear and DequantizeLinear around its convolutions, which runtimes compute in int8. With
     exact=True it has ConvInteger and our float expressions, and computes the same integers as the model. `example` is an input
-    of the model, of which the batch size may be any; a model of `byteback.load` knows its own. docs/11-deploying.md.
+    of the model, of which the batch size may be any; a model of `byteback.load` knows its own. The file of a detector takes one
+    image of the size of its example. docs/11-deploying.md.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -73,8 +74,7 @@ def onnx_bytes(
 def float_bytes(model: nn.Module, example: Tensor | None = None, *, opset: int = 18) -> bytes:
     """Returns the same file for the float model, to compare with."""
     example = _checked(model, example, opset)
-    plain = restore(copy.deepcopy(model))
-    return _serialized(_translated(plain, example, opset), {})
+    return _serialized(_translated(Twin(restore(copy.deepcopy(model))), example, opset), {})
 
 
 def _checked(model: nn.Module, example: Tensor | None, opset: int) -> Tensor:
@@ -102,20 +102,26 @@ def _checked(model: nn.Module, example: Tensor | None, opset: int) -> Tensor:
             "export_onnx: example is missing. Give an input of the model, such as torch.zeros(2, 3, 224, 224); only models of "
             "byteback.load know their own."
         )
+    if detectors.is_detector(model):
+        detectors.check_example(model, example)
+        return example
     return example if example.shape[0] > 1 else example.expand(2, *example.shape[1:])
 
 
-def _translated(model: nn.Module, example: Tensor, opset: int) -> Any:
+def _translated(model: Twin, example: Tensor, opset: int) -> Any:
     """Translates a model. Raises an error of one sentence for a model that PyTorch cannot export."""
     if any(isinstance(module, (nn.LSTM, nn.GRU)) and module.training for module in model.modules()):
         raise ValueError("export_onnx: the model is in training mode. Call model.eval().")
-    names = {"input_names": ["input"], "output_names": ["output"]}
-    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    options: dict[str, Any] = {"dynamo": True, "opset_version": opset, "verbose": False, "input_names": ["input"]}
+    if model.is_detector:
+        options |= {"output_names": list(detectors.OUTPUTS)}
+    else:
+        options |= {"output_names": ["output"], "dynamic_shapes": ({0: torch.export.Dim("batch", min=1)},)}
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        quiet = warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO())
+        with quiet[0], quiet[1], torch.no_grad(), detectors.exportable():
             warnings.simplefilter("ignore")
-            kwargs: dict[str, Any] = {"dynamo": True, "opset_version": opset, "verbose": False, **names}
-            return torch.onnx.export(model.eval(), (example.contiguous(),), dynamic_shapes=shapes, **kwargs)
+            return torch.onnx.export(model.eval(), (example.contiguous(),), **options)
     except ValueError as error:
         if str(error).startswith("export_onnx: "):
             raise

@@ -29,6 +29,7 @@ from byteback.nn.fused.sources import materialize, source_of
 from byteback.nn.layers.weights import refuse_training
 from byteback.nn.quantizing import Begun, quantize_gradient, quantize_input, weight_as_int8
 from byteback.nn.undo import current_step, undo_step
+from byteback.nn.watching import saw_input
 from byteback.ops.contract import layout
 from byteback.quantize import Gradient, NonFiniteError, QTensor, floats_of
 
@@ -154,6 +155,7 @@ def forward_operands(
     x_q = w_q = None
     if int8_output or (for_weight and int8_weight):
         x_q = quantize_input(layer, x, slot, for_weight and int8_weight)
+        saw_input(layer, slot, x_q.values)
     if int8_output or (for_input and int8_input):
         w_q = weight_as_int8(layer, weight)
     operands = None
@@ -170,6 +172,7 @@ def forward_operands(
 def output_operands(x: Tensor, weight: Tensor, layer: Int8Layer, slot: int) -> tuple[QTensor, QTensor]:
     """Returns the operands of the output if no gradient will be needed."""
     x_q = quantize_input(layer, x, slot, False)
+    saw_input(layer, slot, x_q.values)
     return x_q, weight_as_int8(layer, weight)
 
 

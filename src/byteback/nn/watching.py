@@ -6,16 +6,16 @@ Hooks cannot: a layer with a hook does not run as part of a block.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from byteback.nn import autograd as _autograd
-from byteback.nn.fused import block as _block
-
-autograd, block = cast(Any, _autograd), cast(Any, _block)
+if TYPE_CHECKING:
+    from byteback.nn.layers.layer import Int8Layer
 
 
 class Seen:
@@ -26,25 +26,38 @@ class Seen:
         self.residuals: dict[tuple[str, int], Tensor] = {}
 
 
+class _OfThread(threading.local):
+    seen: Seen | None = None
+
+
+_thread = _OfThread()
+
+
 @contextmanager
 def recorded() -> Iterator[Seen]:
-    """Records predictions inside the `with`. Not for several threads."""
-    seen, quantize, residual_of = Seen(), autograd.quantize_input, block.residual_of
-
-    def watched_input(layer: Any, x: Tensor, slot: int, for_grad_weight: bool) -> Any:
-        made = quantize(layer, x, slot, for_grad_weight)
-        seen.inputs[layer.int8_name, slot] = made.values
-        return made
-
-    def watched_residual(residual: Tensor | None, layer: Any) -> Any:
-        made = residual_of(residual, layer)
-        if isinstance(made, Tensor):
-            number = sum(name == layer.int8_name for name, _ in seen.residuals)
-            seen.residuals[layer.int8_name, number] = made
-        return made
-
-    autograd.quantize_input, block.residual_of = watched_input, watched_residual
+    """Records the predictions of this thread inside the `with`. Other threads may predict, and record, at the same time."""
+    before, seen = _thread.seen, Seen()
+    _thread.seen = seen
     try:
         yield seen
     finally:
-        autograd.quantize_input, block.residual_of = quantize, residual_of
+        _thread.seen = before
+
+
+def saw_input(layer: Int8Layer, slot: int, values: Tensor) -> None:
+    """Called with the integers that a layer reads."""
+    if torch.compiler.is_compiling():
+        return
+    seen = _thread.seen
+    if seen is not None:
+        seen.inputs[layer.int8_name, slot] = values
+
+
+def saw_residual(layer: Int8Layer, residual: object) -> None:
+    """Called with what a block adds; a residual that is stored as int8 is not recorded."""
+    if torch.compiler.is_compiling():
+        return
+    seen = _thread.seen
+    if seen is not None and isinstance(residual, Tensor):
+        number = sum(name == layer.int8_name for name, _ in seen.residuals)
+        seen.residuals[layer.int8_name, number] = residual

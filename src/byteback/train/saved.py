@@ -42,8 +42,10 @@ class About:
 
     @property
     def example(self) -> Tensor:
-        """An input of zeros."""
+        """An input of zeros; of a detector a square image."""
         own = self.preprocess
+        if self.task == "detect":
+            return torch.zeros(own.network_channels or own.channels, own.size, own.size)
         sides = (own.size, own.size)
         return torch.zeros(_CLIP_BATCH, own.network_channels, *((own.frames, *sides) if own.frames else sides))
 

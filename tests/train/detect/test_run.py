@@ -20,14 +20,15 @@ pytest.importorskip("PIL")
 import byteback
 from byteback import torchvision_compat
 from byteback.nn import Int8Layer
-from byteback.train import export, predict, tasks
+from byteback.train import predict, tasks
 from byteback.train.checkpoints.files import read_lines
 from byteback.train.config import TrainConfig
 from byteback.train.detect import networks, run
-from byteback.train.interrupt import Stop, Stopped
+from byteback.train.interrupt import Stopped
 from byteback.train.loop import Member
 from byteback.train.variants import parse
 from drawn_shapes import annotation, draw
+from stops_after import StopsAfter
 
 torchvision = torchvision_compat.load()
 
@@ -76,8 +77,6 @@ def _predicts(member: Path, image: Path, folder: Path) -> None:
     saved = json.loads((folder / "found" / predict.NAME).read_text())["predictions"][0]
     assert len(saved["boxes"]) == len(found["boxes"]) and (folder / "found" / "image0-boxes.png").is_file()
     assert {box["class"] for box in saved["boxes"]} <= {"disc", "square"} == set(model.byteback.classes)
-    with pytest.raises(ValueError, match=r"is a detector, and torch\.export stops"):
-        export.run(export.ExportConfig(str(member)), Console(quiet=True))
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -156,25 +155,6 @@ def test_backbones_fuse_and_predictors_stay_float(name: str) -> None:
     if name.startswith("retinanet"):
         towers = [row.block for layer, row in rows.items() if "_head.conv." in layer]
         assert towers == ["conv + relu"] * 8
-
-
-class StopsAfter(Stop):
-    """Asks for the end after some steps, as Ctrl-C would."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def on_step(self, *_: Any) -> None:
-        self.steps -= 1
-
-    def on_epoch(self, *_: Any) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def check(self) -> None:
-        if self.steps == 0:
-            raise Stopped(2)
 
 
 def test_stopped_and_resumed_it_ends_in_the_same_bits(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from byteback.nn.fused.step import Gradients, backward_step, find_site, forward_
 from byteback.nn.layers.weights import norm_as_given
 from byteback.nn.quantizing import makes_pairs
 from byteback.nn.undo import current_step
+from byteback.nn.watching import saw_residual
 from byteback.ops.activations import MONOTONE
 from byteback.ops.backends.registry import backend_of
 from byteback.ops.types import NormGradient, NormState, Wants
@@ -211,6 +212,7 @@ def _prediction(
     operands = output_operands(x, weight, call.layer, call.slot)
     a, b = norm_as_given(call.layer, stages.norm, bias, weight)
     added = residual_of(residual, call.layer)
+    saw_residual(call.layer, added)
     spec = OutputSpec(call.size, call.strides, _reads_floats(call))
     source = PredictionSource(operands, call.products, a, b, added, stages.activation, spec)
     source.join_floats = block.join_feeds_other
@@ -235,6 +237,7 @@ def _by_operators(
     layer = call.layer
     operands, kept = forward_operands(x, weight, layer, call.slot, with_grad and needs[0], with_grad and needs[1])
     added = residual_of(residual, layer)
+    saw_residual(layer, added)
     wants = _wants(stages, backs, needs[3])
     if stages.by_batch:
         product = operands or channels_last(call.products.float_output(materialize(x), weight))

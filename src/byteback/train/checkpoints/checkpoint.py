@@ -4,6 +4,7 @@
     model       weights and buffers, including the state of the quantizers: clips, noise counters, iterations
     optimizer   momentum
     random      the state of torch's generator, which dropout uses
+    average     of --ema
     progress    epoch and step, and the sums of the current epoch
     lengths     of the journals; a resumed run truncates them to these
     class_names if the data set has names for its classes: `eval` checks them
@@ -109,7 +110,9 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict) or "progress" not in contents:
         raise Damaged(f"{path}: this is not a checkpoint of `byteback train`: it has no progress. {advice}")
     if contents.get("format") != FORMAT:
-        raise Damaged(f"{path}: the checkpoint has format {contents.get('format')}, but this build reads {FORMAT}. {advice}")
+        found = contents.get("format")
+        what = "Install a newer byteback." if isinstance(found, int) and found > FORMAT else advice
+        raise Damaged(f"{path}: the checkpoint has format {found}, but this build reads {FORMAT}. {what}")
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(contents.get(name), kind)]
     if wrong:
         raise Damaged(f"{path}: this is not a complete checkpoint: {', '.join(wrong)} missing or of another type. {advice}")
@@ -194,7 +197,8 @@ def fingerprint(contents: dict[str, Any]) -> str:
     """Returns the sha256 of everything in a checkpoint that training depends on: not of times and lengths of files."""
     digest = hashlib.sha256()
     progress = {name: value for name, value in contents["progress"].items() if name not in _TIMES}
-    _add(digest, {"progress": progress, **{part: contents[part] for part in ("model", "optimizer", "random")}})
+    parts = [part for part in ("model", "optimizer", "random", "average") if part in contents]
+    _add(digest, {"progress": progress, **{part: contents[part] for part in parts}})
     return digest.hexdigest()
 
 
