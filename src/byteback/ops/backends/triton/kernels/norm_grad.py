@@ -22,7 +22,7 @@ def _kept(x, step, centre, at, c, ok, C, KEPT: tl.constexpr):
 
 @triton.jit
 def _masked(g, v, a, b, mask, row, c, ok, C, MASK_PITCH, GATE: tl.constexpr):
-    gm = tl.load(g + row * C + c, mask=ok, other=0.0)
+    gm = tl.load(g + row * C + c, mask=ok, other=0.0).to(tl.float32)
     if GATE == 1:
         byte = tl.load(mask + row * MASK_PITCH + c // 8, mask=ok, other=0).to(tl.int32)
         gm = tl.where((byte >> (c % 8)) & 1 != 0, gm, 0.0)
