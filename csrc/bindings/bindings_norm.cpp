@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "bindings/bindings_pool.h"
 #include "bindings/structs.h"
 #include "block/epilogue.h"
 #include "block/norm.h"
@@ -75,11 +76,10 @@ void normalize_grad_quantize(int path, const Backward& from, Address clip, Addre
 }
 
 // The output of a convolution and `normalize` of it, which is never written. The kernel's name; empty where none can do that.
-std::string conv_normalize(int path, const ConvShape& shape, const ForwardPass& pass, const Operands& operands, Address a,
-                           Address b, Address residual, Address residual_scale, Address clip, Address values, Address scale,
-                           Address counts, Address output, int threads) {
+const char* conv_and_finish(int path, const ConvShape& shape, const ForwardPass& pass, const Operands& operands, Address a,
+                            Address b, Address residual, Address residual_scale, Address clip, Address values, Address scale,
+                            Address counts, Address output, int threads) {
 #ifdef BYTEBACK_AVX2
-    nb::gil_scoped_release unlocked;
     struct Call {
         Path path;
         const ConvShape& shape;
@@ -113,6 +113,52 @@ std::string conv_normalize(int path, const ConvShape& shape, const ForwardPass& 
     (void)values, (void)scale, (void)counts, (void)output, (void)threads;
     return "";
 #endif
+}
+
+std::string conv_normalize(int path, const ConvShape& shape, const ForwardPass& pass, const Operands& operands, Address a,
+                           Address b, Address residual, Address residual_scale, Address clip, Address values, Address scale,
+                           Address counts, Address output, int threads) {
+    nb::gil_scoped_release unlocked;
+    return conv_and_finish(path, shape, pass, operands, a, b, residual, residual_scale, clip, values, scale, counts, output,
+                           threads);
+}
+
+// A block: what is the same in all its predictions of one shape.
+struct PredictPlan {
+    ConvShape conv;
+    ForwardPass pass;
+    Layout output, one;  // one: of a single scale
+};
+
+void make_predict_plan(PredictPlan* made, const ConvShape& conv, const ForwardPass& forward, nb::handle output) {
+    const Layout layout = layout_of(output[0], output[1]);
+    Layout one{layout.axes, {}, {}};
+    for (int i = 0; i < one.axes; ++i) one.shape[i] = one.strides[i] = 1;
+    new (made) PredictPlan{conv, forward, layout, one};
+}
+
+// conv_normalize of it. The results: the kernel's name, and values, scale, counts and output as capsules; None for what is not
+// asked for, and instead of all where no kernel can do that.
+nb::object predict_block(int path, const PredictPlan& plan, Address x, Address x_scale, Address weight, Address weight_scale,
+                         Address a, Address b, Address residual, Address residual_scale, Address clip, bool floats, s64 limit,
+                         int threads) {
+    static const Layout two{1, {2}, {1}};
+    Lent values{nb::none(), nullptr}, scale{nb::none(), nullptr}, counts{nb::none(), nullptr}, output{nb::none(), nullptr};
+    if (clip) {
+        values = lend_tensor(plan.output, kInt8, limit);
+        scale = lend_tensor(plan.one, kFloat32, limit), counts = lend_tensor(two, kInt64, limit);
+    }
+    if (floats) output = lend_tensor(plan.output, kFloat32, limit);
+    const auto address = [](const Lent& lent) { return reinterpret_cast<Address>(lent.memory); };
+    const char* kernel;
+    {
+        nb::gil_scoped_release unlocked;
+        const Operands operands{x, weight, x_scale, weight_scale, 0, 0};
+        kernel = conv_and_finish(path, plan.conv, plan.pass, operands, a, b, residual, residual_scale, clip, address(values),
+                                 address(scale), address(counts), address(output), threads);
+    }
+    if (!*kernel) return nb::none();
+    return nb::make_tuple(kernel, values.capsule, scale.capsule, counts.capsule, output.capsule);
 }
 
 void coefficients(s64 channels, s64 count, f64 eps, f64 momentum, bool floor, f32 ceiling, Address total, Address squares,
@@ -181,6 +227,9 @@ void bind_norm(nb::module_& m) {
     m.def("pack_norm", &pack_norm, "path"_a, "forward"_a, nb::kw_only(), "x"_a, "kept"_a, "step"_a, "centre"_a, "threads"_a);
     m.def("conv_normalize", &conv_normalize, "path"_a, "shape"_a, "forward"_a, "operands"_a, nb::kw_only(), "a"_a, "b"_a,
           "residual"_a, "residual_scale"_a, "clip"_a, "values"_a, "scale"_a, "counts"_a, "output"_a, "threads"_a);
+    nb::class_<PredictPlan>(m, "PredictPlan")
+        .def("__init__", &make_predict_plan, nb::kw_only(), "conv"_a, "forward"_a, "output"_a);
+    m.def("predict_block", &predict_block);
     m.def("normalize_grad_sums", &normalize_grad_sums, "path"_a, "backward"_a, nb::kw_only(), "total"_a, "dot"_a, "squares"_a,
           "masked"_a, "threads"_a);
     m.def("normalize_grad", &normalize_grad, "path"_a, "backward"_a, nb::kw_only(), "dx"_a, "threads"_a);

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantization and statistics for Python (ops/backends/cpu/quantize.py, statistics.py), and the arithmetic of csrc/quantizer.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
 
 #include "bindings/bindings_pool.h"
 #include "bindings/structs.h"
@@ -154,9 +158,28 @@ void put_in_ledger(Address clip, Address initialized, Address updated_at, Addres
                       momentum});
 }
 
+// Copies many small tensors, which are in other places from time to time, to places that stay.
+struct CopyPlan {
+    std::vector<Address> to;
+    std::vector<size_t> bytes;
+};
+
+void make_copy_plan(CopyPlan* made, const std::vector<Address>& to, const std::vector<size_t>& bytes) {
+    if (to.size() != bytes.size()) throw std::invalid_argument("copy: a size for each tensor, please");
+    new (made) CopyPlan{to, bytes};
+}
+
+void copy_all(const CopyPlan& plan, const std::vector<Address>& from) {
+    if (from.size() != plan.to.size()) throw std::invalid_argument("copy: another number of tensors than in the plan");
+    for (size_t i = 0; i < from.size(); ++i)
+        if (plan.bytes[i]) std::memcpy(at<u8>(plan.to[i]), at<const u8>(from[i]), plan.bytes[i]);
+}
+
 }  // namespace
 
 void bind_quantize(nb::module_& m) {
+    nb::class_<CopyPlan>(m, "CopyPlan").def("__init__", &make_copy_plan, nb::kw_only(), "to"_a, "bytes"_a);
+    m.def("copy_all", &copy_all);
     nb::class_<QuantizePlan>(m, "QuantizePlan")
         .def("__init__", &make_quantize_plan, nb::kw_only(), "rows"_a, "axis"_a, "size"_a, "strides"_a, "clip_size"_a,
              "clip_strides"_a);

@@ -8,6 +8,7 @@
 // A step passes activations and gradients, and gets its results as DLPack capsules.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -131,6 +132,14 @@ public:
         }
         const Lent lent = lend_tensor(layout, type, limit_, stay);
         list_.append(lent.capsule);
+        return static_cast<T*>(lent.memory);
+    }
+
+    // Instead of a None.
+    template <class T>
+    T* put(size_t place, const Layout& layout, ElementType type) {
+        const Lent lent = lend_tensor(layout, type, limit_);
+        list_[place] = lent.capsule;
         return static_cast<T*>(lent.memory);
     }
 
@@ -347,7 +356,7 @@ struct GradientCall {
 // g: with g_kind, how it is stored. mask and a to centre as block_forward made them; kept is y where it was kept as floats.
 // waiting: a gradient that is added to grad_input, how it is stored, and its mask; rounds: grad_input is bfloat16. The results:
 // whether the products are there, the iteration, the two words of the noise key, and q, r, the gradients of gamma and beta, the
-// masked gradient, Σdx and Σdx² (pairs), grad_input, grad_weight.
+// masked gradient, Σdx and Σdx² (pairs), grad_input, grad_weight. q and r are None where the products are there.
 nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors& of, const GradientPlan& how, Address g,
                          int g_kind, Address x, Address x_scale, Address w, Address w_scale, Address mask, Address a, Address b,
                          Address mean, Address invstd, Address kept, Address step, Address centre, Address waiting,
@@ -357,7 +366,10 @@ nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors&
     const bool pairs = how.kind == Clips::pair, multiplies = !how.needs_floats(of, now);
     const Layout vector{1, {channels}, {1}};
     Results made(limit);
-    f32 *q = made.add<f32>(vector, kFloat32), *r = made.add<f32>(vector, kFloat32);
+    // Where the products are there, nobody asks for q and r, and two tensors take longer than their arithmetic.
+    std::vector<f32> own(multiplies ? 2 * static_cast<size_t>(channels) : 0);
+    f32 *q = made.add<f32>(vector, kFloat32, !multiplies), *r = made.add<f32>(vector, kFloat32, !multiplies);
+    if (multiplies) q = own.data(), r = q + channels;
     f32 *gamma = made.add<f32>(vector, kFloat32), *beta = made.add<f32>(vector, kFloat32);
     Backward from{
         rows,      channels, at<const void>(g), {},      at<const f32>(a),           at<const f32>(b), at<const u8>(mask),
@@ -408,6 +420,10 @@ nb::tuple block_backward(int path, const BlockPlan& plan, const BackwardTensors&
                                 limit,
                                 threads}
                        .run();
+    }
+    if (multiplies && !done) {
+        std::copy_n(q, channels, made.put<f32>(0, vector, kFloat32));
+        std::copy_n(r, channels, made.put<f32>(1, vector, kFloat32));
     }
     return nb::make_tuple(done, now, words[0], words[1], made.list());
 }

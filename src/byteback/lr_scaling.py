@@ -31,10 +31,11 @@ from torch.optim import SGD, Optimizer
 from byteback.convert import int8_layers
 from byteback.nn import Int8Layer, flags, ranks
 from byteback.nn.layers.layer import factors
-from byteback.nn.layers.weights import refuse_training
+from byteback.nn.layers.weights import own_parameter, refuse_training
 from byteback.nn.undo import Watch, drop_step, end_step, refuse_step
 from byteback.ops.backends.cpu import allocator
 from byteback.ops.contract import layout
+from byteback.ops.quantizer import may_defer
 
 
 class _Before(NamedTuple):
@@ -102,24 +103,23 @@ class LearningRateScaling:
     @torch.no_grad()
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         for layer in self.layers.values():
-            if layer.weight.grad is not None:
+            if layer.int8_frozen is not None and layer.weight.grad is not None:
                 refuse_training(layer, "the optimizer takes a step")
         closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself
         if closure is None:
             self._judge_gradients(optimizer)
         stepped = [
-            owners
-            for owners in self._by_weight()
-            if owners[0].weight.grad is not None or (closure is not None and owners[0].weight.requires_grad)
+            (weight, owners)
+            for weight, owners in self._by_weight()
+            if weight.grad is not None or (closure is not None and weight.requires_grad)
         ]
         # With a closure, the gradients and so the factors are only computed during the step.
-        known = [None] * len(stepped) if closure is not None else _factors(stepped)
-        scaled = [(owners, factor) for owners, factor in zip(stepped, known, strict=True) if not _is_one(factor)]
+        known = [None] * len(stepped) if closure is not None else _factors([owners for _, owners in stepped])
+        scaled = [(*own, factor) for own, factor in zip(stepped, known, strict=True) if not _is_one(factor)]
         directed = _directed(optimizer) if scaled else {}
         self._before = [
             _Before(owners, factor, group, weight._version, None if group is not None else _copy(_shard(weight)))
-            for owners, factor in scaled
-            for weight in [owners[0].weight]
+            for weight, owners, factor in scaled
             for group in [directed.get(id(weight))]
         ]
         if closure is None:
@@ -139,7 +139,7 @@ class LearningRateScaling:
         late = _factors([before.owners for before in self._before if before.factor is None])
         weights, saved, shorter = [], [], []
         for owners, known, group, version, w0 in self._before:
-            factor, weight = late.pop(0) if known is None else known, owners[0].weight
+            factor, weight = late.pop(0) if known is None else known, own_parameter(owners[0], "weight")
             if _is_one(factor):
                 continue
             if w0 is None:
@@ -150,17 +150,19 @@ class LearningRateScaling:
             shorter.append(factor)
         self._before = []
         _shorten(weights, saved, shorter)
-        for layer in self.layers.values():
-            layer.quantizers.__dict__["stepped"] = True  # nn.Module would search its parameters for the name
-        if self.layers:
-            torch._foreach_add_([layer.quantizers.iteration for layer in self.layers.values()], 1)
+        every: list[Any] = [layer._modules["quantizers"] for layer in self.layers.values()]
+        for numerics in every:
+            numerics.__dict__["stepped"] = True  # nn.Module would search its parameters for the name
+        if every:
+            torch._foreach_add_([numerics._buffers["iteration"] for numerics in every], 1)
         end_step(self.model)
 
-    def _by_weight(self) -> list[list[Int8Layer]]:
-        """Returns the layers in groups that share a weight, because its step is scaled only once."""
-        owners: dict[int, list[Int8Layer]] = {}
+    def _by_weight(self) -> list[tuple[Tensor, list[Int8Layer]]]:
+        """Returns each weight with the layers that share it, because its step is scaled only once."""
+        owners: dict[int, tuple[Tensor, list[Int8Layer]]] = {}
         for layer in self.layers.values():
-            owners.setdefault(id(layer.weight), []).append(layer)
+            weight: Tensor = own_parameter(layer, "weight")
+            owners.setdefault(id(weight), (weight, []))[1].append(layer)
         return list(owners.values())
 
     # ---- several ranks, and on_nonfinite="skip" ----
@@ -172,7 +174,7 @@ class LearningRateScaling:
         if ranks.are_several(self._process_group):
             bad, error = ranks.agree(layers, self._process_group)
             met = any(layer.recipe.on_nonfinite == "skip" for layer in bad)
-        elif flags.any_defers(layer.quantizers for layer in layers):
+        elif may_defer() and flags.any_defers(layer.quantizers for layer in layers):
             read = flags.read([layer.quantizers for layer in layers if layer.recipe.on_nonfinite != "propagate"])
             error, met = read.error, any(numerics.settings["input"].on_nonfinite == "skip" for numerics in read.met)
         else:

@@ -14,7 +14,7 @@ ALL: dict[str, Callable[[Arena, int, int], None]] = {
 STRUCTS = {
     *("ConvShape", "Rows", "Windows", "Pixels", "RoiShape", "Operands", "ForwardPass", "BatchGiven", "BatchMade", "Backward"),
     *("QuantizePlan", "QuantizedTo", "MagnitudeClips", "BlockPlan", "QuantizerRow", "ForwardTensors", "BackwardTensors"),
-    "GradientPlan",
+    *("GradientPlan", "CopyPlan", "PredictPlan"),
 }
 """What shapes and addresses are handed over in: they read and write nothing."""
 WITHOUT_MEMORY = {

@@ -134,6 +134,12 @@ def write_ledger(arena: Arena, path: int, threads: int) -> None:
         )
 
 
+def copy_all(arena: Arena, path: int, threads: int) -> None:
+    from_ = [arena.floats(count) for count in (1, 5, 33)]
+    to = [arena.room(count) for count in (1, 5, 33)]
+    library.copy_all(library.CopyPlan(to=to, bytes=[4, 20, 132]), from_)
+
+
 def _pixels() -> Iterator[tuple[Any, int, int]]:
     """The library's Pixels, and how many numbers an image and what is taken of it have."""
     for batch, height, width, channels, *_ in WINDOWS:
@@ -195,6 +201,7 @@ CALLS = [
     dot_terms,
     noise_key,
     write_ledger,
+    copy_all,
     take_pixels,
     spread_pixels,
     max_pool,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarded calls of a fused block's training step: one for each direction, over every convolution and kind of clip rule."""
+"""Guarded calls of a fused block's training step: one for each direction, over every convolution and kind of clip rule;
+and of its prediction."""
 
 from __future__ import annotations
 
@@ -135,4 +136,24 @@ def block_backward(arena: Arena, path: int, threads: int) -> None:
         _keep(arena, made)
 
 
-CALLS = [block_forward, block_backward]
+def predict_block(arena: Arena, path: int, threads: int) -> None:
+    arena.room(1)  # a result also of the path that has no kernel for it
+    for number, shape in enumerate(CONVOLUTIONS.values()):
+        plan = library.PredictPlan(
+            conv=library.ConvShape(**shape.fields),
+            forward=forward_pass(shape.output_count // shape.filters, shape.filters, number % len(ACTIVATIONS)),
+            output=((shape.output_count,), (1,)),
+        )
+        x = arena.int8(shape.input_count, shape.least), arena.positive(1)
+        weight = arena.int8(shape.weight_count), arena.positive(1)
+        norm = arena.positive(shape.filters), arena.floats(shape.filters)
+        residual = (0, arena.floats(shape.output_count))[number % 2], 0
+        clip = arena.positive(1) if number % 3 else 0
+        floats = not clip or number % 4 == 0
+        tensors = *x, *weight, *norm, *residual, clip
+        made = library.predict_block(path, plan, *tensors, floats, allocator.limit, threads)
+        if made is not None:
+            _keep(arena, made[1:])
+
+
+CALLS = [block_forward, block_backward, predict_block]

@@ -11,12 +11,12 @@ Each is one operation of a backend (ops/quantizer.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from byteback.nn.fused.sources import SHARED_RULE, materialize, shared_floats, source_of
+from byteback.nn.fused.sources import materialize, shared_floats, source_of
 from byteback.quantize import Gradient, Moment, QTensor, quantize_fresh, quantize_pair
 
 if TYPE_CHECKING:
@@ -32,24 +32,28 @@ def quantize_input(layer: Int8Layer, x: Tensor, slot: int, for_grad_weight: bool
     In eval the scale is per sample, unless grad_weight will sum over N. The output of a fused block may be int8 already, or is
     computed as int8 without a float tensor.
     """
-    numerics = layer.quantizers
-    settings = numerics.handles["input"]
-    source = source_of(x) if numerics.settings["input"].rule == SHARED_RULE else None
+    numerics: Any = layer._modules["quantizers"]  # faster than nn.Module.__getattr__
+    quantizer, buffers = numerics._modules["input"], numerics._buffers
+    settings, iteration, nonfinite = numerics.handles["input"], buffers["iteration"], buffers["nonfinite"]
+    source = source_of(x) if numerics.shares_input else None
     own_clip = layer.training or layer.recipe.eval_clip == "batch"
     if source is None and own_clip:
         source = shared_floats(x, numerics.settings["input"].rule)
-    moment = Moment(numerics.iteration, max(slot, 0), layer.training and slot != RECOMPUTED)
+    moment = Moment(iteration, max(slot, 0), layer.training and slot != RECOMPUTED)
     if source is not None:
         tracked = None if own_clip else _tracked_clip(layer, max(slot, 0))
         if own_clip or tracked is not None:
             clip, x_q = source.int8(tracked)
-            return numerics.input.adopt(x_q, clip, lambda: materialize(x), settings, moment, numerics.nonfinite)
+            adopted: QTensor = quantizer.adopt(x_q, clip, lambda: materialize(x), settings, moment, nonfinite)
+            return adopted
     x = materialize(x)
     if own_clip:
-        return numerics.input.quantize(x, settings, moment, numerics.nonfinite)
-    return numerics.input.quantize_tracked(
-        x, settings, numerics.iteration, max(slot, 0), not for_grad_weight, layer.int8_shared.is_counting()
+        made: QTensor = quantizer.quantize(x, settings, moment, nonfinite)
+        return made
+    predicted: QTensor = quantizer.quantize_tracked(
+        x, settings, iteration, max(slot, 0), not for_grad_weight, layer.int8_shared.is_counting()
     )
+    return predicted
 
 
 def _tracked_clip(layer: Int8Layer, slot: int) -> Tensor | None:

@@ -15,9 +15,9 @@ Where errors are deferred because a look at a tensor costs time (ops/refusals.py
     by the optimizer's hook        which raises before the step, after it restored the values before the first forward
     by the next forward            if there is no hook; it restores the values before the forward that failed
 
-The buffers are small: for ResNet-50 the copy takes 0.7 ms, and a step takes seconds. Two counters are not restored: `count`,
-which selects the noise, and `nonfinite`. With "propagate", NaN is handled by the user, as in PyTorch, and nothing is copied.
-torch.compile supports "skip", but after an error in a compiled graph nothing is restored.
+The buffers are small: for ResNet-50 the copy takes less than 0.7 ms, and a step takes seconds. Two counters are not
+restored: `count`, which selects the noise, and `nonfinite`. With "propagate", NaN is handled by the user, as in PyTorch, and
+nothing is copied. torch.compile supports "skip", but after an error in a compiled graph nothing is restored.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from byteback.nn import flags
 from byteback.nn.layers.calls import Shared, recomputing
 from byteback.nn.layers.numerics import LayerNumerics
 from byteback.nn.layers.weights import refuse_training
+from byteback.ops.backends.cpu.copying import Copying
 from byteback.ops.quantizer import may_defer
 from byteback.quantize import NONFINITE, NonFiniteError, Quantizer
 
@@ -69,10 +70,10 @@ class Undo:
         self._defers = False  # looks cost time on the device of the buffers
         self._is_unread = False  # a backend that defers has run since flags were read, and no hook will read them
         self._was_dropped = False
-        self.members: set[int] = set()  # by id(), because a reference to the model would be a cycle
         self._places: list[tuple[nn.Module, str]] = []
         self._tensors: list[Tensor] = []
         self._copies: list[Tensor] = []
+        self._again: Copying | None = None  # copies them again
         self._found: _Found | None = None
         self._handled: BaseException | None = None  # the error that was being handled when the forward started
 
@@ -87,7 +88,6 @@ class Undo:
         if found is None or not found.still_holds():
             found = self._found = _Found(model)
         found.enter(self)
-        self.members = found.watched()
         self._handled = sys.exc_info()[1]
         if self._is_open and self._defers and not found.is_hooked:  # the hooks were removed in the middle of a step
             self._is_open, self._is_unread = False, True
@@ -101,7 +101,7 @@ class Undo:
         self._copy(found)
         self.number += 1
         self._is_valid = True
-        self._defers = flags.any_defers(found.layers)
+        self._defers = flags.any_defers(found.one_of_each)
         self._is_open = (self._defers or "skip" in found.policies) and found.is_hooked and torch.is_grad_enabled()
         self._is_unread = self._defers and not self._is_open
 
@@ -143,16 +143,22 @@ class Undo:
         if skips and torch.is_grad_enabled():
             self._places, self._tensors = places, tensors
             self._copies = [tensor.clone() for tensor in tensors]
+            self._again = None
             self._is_valid = self._is_open = True
 
     def _copy(self, found: _Found) -> None:
         known, self._places, self._tensors = self._tensors, found.places, found.tensors
         # Outside of inference mode: later steps could not write to inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            if known and len(known) == len(self._tensors) and all(map(is_, known, self._tensors)):
-                torch._foreach_copy_(self._copies, self._tensors)
+            if self._again is not None and len(known) == len(self._tensors) and all(map(is_, known, self._tensors)):
+                self._again.copy()
             else:
                 self._copies = [tensor.clone() for tensor in self._tensors]
+                self._again = Copying(self._copies, self._tensors)
+
+    def covers(self, module: nn.Module) -> bool:
+        """Whether the copies of the running forward are also those of this module, which has an Undo of its own."""
+        return self._found is not None and self._found.has(module)
 
     # ---- after it ----
 
@@ -206,19 +212,22 @@ class _Found:
         self.tensors: list[Tensor] = []
         self.policies: set[str] = set()
         self.layers: list[LayerNumerics] = []
+        self.one_of_each: list[LayerNumerics] = []  # of each device
         self.is_hooked = False
         self._int8: list[tuple[Any, Shared]] = []
-        self._seen: list[tuple[Any, list[Any], tuple[Any, ...]]] = []  # modules, their children and buffers
+        # Modules, the ids of their children and buffers, and these buffers. Children are modules of this list.
+        self._seen: list[tuple[Any, list[int], list[int], tuple[Any, ...]]] = []
         known, waiting = {model}, [model]
         while waiting:  # cheaper than model.modules()
             module = waiting.pop()
             self._look_at(module)
-            children = [None if child is None else ref(child) for child in module._modules.values()]
-            self._seen.append((ref(module), children, tuple(module._buffers.values())))
+            children, buffers = module._modules.values(), tuple(module._buffers.values())
+            self._seen.append((ref(module), list(map(id, children)), list(map(id, buffers)), buffers))
             for child in module._modules.values():
                 if child is not None and child not in known:
                     known.add(child)
                     waiting.append(child)
+        self.one_of_each = list({layer.unshared.device: layer for layer in self.layers}.values())
 
     def _look_at(self, module: nn.Module) -> None:
         shared = module.__dict__.get("int8_shared")
@@ -242,18 +251,12 @@ class _Found:
 
     def still_holds(self) -> bool:
         """Whether the model has the same modules, with the same tensors as buffers."""
-        for known, children, buffers in self._seen:
+        for known, children, buffers, _ in self._seen:
             module = known()
             if module is None:
                 return False
-            now, own = module._modules, module._buffers
-            if len(now) != len(children) or len(own) != len(buffers):
+            if list(map(id, module._modules.values())) != children or list(map(id, module._buffers.values())) != buffers:
                 return False
-            if own and not all(map(is_, own.values(), buffers)):
-                return False
-            for child, before in zip(now.values(), children, strict=True):
-                if child is not (None if before is None else before()):
-                    return False
         return all(known().__dict__.get("int8_shared") is shared for known, shared in self._int8)
 
     def enter(self, undo: Undo) -> None:
@@ -266,9 +269,9 @@ class _Found:
             shared.undo = undo
             self.is_hooked = self.is_hooked or module.__dict__["hooked"]
 
-    def watched(self) -> set[int]:
-        """The modules that have an Undo of their own, by id()."""
-        return {id(known()) for known, *_ in self._seen if UNDO in known().__dict__}
+    def has(self, module: nn.Module) -> bool:
+        """Whether this module is the model or one of its modules."""
+        return any(known() is module for known, *_ in self._seen)
 
 
 def _can_be_copied(buffer: Tensor) -> bool:
@@ -321,7 +324,7 @@ def _begin(model: nn.Module, _: Any) -> None:
     if not _can_watch():
         return
     undo, outer = model.__dict__[UNDO], _running.undo
-    if outer is not None and outer is not undo and id(model) in outer.members:
+    if outer is not None and outer is not undo and outer.covers(model):
         return
     _running.undo = None  # it may be left from an interrupted forward
     if model.training:
@@ -387,12 +390,12 @@ def end_step(model: nn.Module) -> None:
 
 def _undos(model: nn.Module) -> set[Undo]:
     """Returns the Undos of the last training forwards of the model's int8 layers."""
-    found, waiting = set(), [model]
+    found, waiting = {}, [model]
     while waiting:  # cheaper than model.modules()
         module = waiting.pop()
         shared = module.__dict__.get("int8_shared")
         if isinstance(shared, Shared):
-            found.add(shared.undo)
+            found[id(shared)] = shared
         elif module._modules:
             waiting += [child for child in module._modules.values() if child is not None]
-    return {undo for undo in found if undo is not None}
+    return {shared.undo for shared in found.values() if shared.undo is not None}

@@ -27,7 +27,8 @@ A site has these methods. forward and backward return None and change nothing if
         waiting    None, or a gradient and a mask or None; grad_input contains it (ops.add_waiting)
         rounds     grad_input is rounded to bfloat16
         returns    whether the products are computed, the iteration, the two words of the noise key, and q, r, the gradients
-                   of gamma and beta, the masked gradient, Σdx and Σdx², grad_input, grad_weight
+                   of gamma and beta, the masked gradient, Σdx and Σdx², grad_input, grad_weight; q and r may be None if
+                   the products are computed
 """
 
 from __future__ import annotations
@@ -53,6 +54,27 @@ class BlockShape(NamedTuple):
     residual: torch.dtype | None  # that is added
     wants: Wants
     eps: float
+
+
+class PredictionShape(NamedTuple):
+    """The shapes and options of a block in predictions."""
+
+    x_size: tuple[int, ...]
+    weight_size: tuple[int, ...]
+    weight_strides: tuple[int, ...]  # of the integers
+    size: tuple[int, ...]  # of the result
+    geometry: Geometry
+    activation: str
+    adds: bool  # a residual
+
+
+def block_prediction(like: Tensor, shape: PredictionShape) -> Any:
+    """Returns a plan of `ops.conv_normalize` on the device of `like`, whose checks are done once; None if there is none.
+
+    Its method run(x, w, a, b, residual, clip, want_float) returns the same Normalized, or None if it cannot run on these
+    tensors.
+    """
+    return backend_steps(like).block_prediction(shape)
 
 
 def block_site(like: Tensor, shape: BlockShape, settings: tuple[Any, ...], for_tensor: bool, slot: int) -> Any:

@@ -44,7 +44,7 @@ from byteback.nn.fused.sources import (
     floats_of,
     materialize,
 )
-from byteback.nn.fused.step import Gradients, backward_step, find_site, forward_step
+from byteback.nn.fused.step import Gradients, backward_step, find_plan, find_site, forward_step
 from byteback.nn.layers.weights import norm_as_given
 from byteback.nn.quantizing import makes_pairs
 from byteback.nn.undo import current_step
@@ -138,8 +138,17 @@ def run_block(stages: Stages) -> Tensor:
     return output if isinstance(output, LazyActivation) else attach_source(output, sources[0])
 
 
+_transforms = torch._C._are_functorch_transforms_active
+
+
 class FusedBlock(Function):
     """output = act(norm(x ⋆ weight + bias) + residual)."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Skips what Function.apply does for the transforms of functorch, under which `may_fuse` begins no block."""
+        plain: Any = super(Function, cls)
+        return super().apply(*args) if _transforms() else plain.apply(*args)
 
     @staticmethod
     def forward(
@@ -214,7 +223,8 @@ def _prediction(
     added = residual_of(residual, call.layer)
     saw_residual(call.layer, added)
     spec = OutputSpec(call.size, call.strides, _reads_floats(call))
-    source = PredictionSource(operands, call.products, a, b, added, stages.activation, spec)
+    plan = find_plan(call, operands[1], added, stages.activation)
+    source = PredictionSource(operands, call.products, a, b, added, stages.activation, spec, plan)
     source.join_floats = block.join_feeds_other
     sources.append(source)
     if block.feeds_other and not block.feeds_conv and not torch.is_inference_mode_enabled():

@@ -30,6 +30,7 @@ from byteback.nn.autograd import ConvProducts
 from byteback.nn.fused.activations import BY_CALL, OPTIONS, WITH_MASK, misfit_of_call
 from byteback.nn.fused.block import Block, Call, Stages, run_block
 from byteback.nn.fused.sources import LazyActivation, Poolable
+from byteback.nn.layers.weights import own_parameter
 from byteback.ops.backends.registry import runs_blocks
 from byteback.ops.contract import layout
 
@@ -52,9 +53,10 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
     block: Block | None = layer.int8_block
     if block is None or _compiling() or _tracing() or type(x) not in _PLAIN or x.dtype is not torch.float32:
         return False
-    if not x.is_cpu and not runs_blocks(x):
-        return False
-    if not x.is_meta and _autocasts(x.device.type):  # the meta device has no autocast
+    if x.is_cpu:
+        if _autocasts("cpu"):
+            return False
+    elif not runs_blocks(x) or (not x.is_meta and _autocasts(x.device.type)):  # the meta device has no autocast
         return False
     if forward_ad._current_level >= 0 or _dispatch_modes() or _transforms() is not None or _has_any_global_hook():
         return False
@@ -66,7 +68,7 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
 
 def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Tensor:
     """Returns the output of `layer` as a tensor that records the stages after it."""
-    weight, bias, block = layer.weight, layer.bias, layer.int8_block
+    weight, bias, block = own_parameter(layer, "weight"), own_parameter(layer, "bias"), layer.int8_block
     size, strides = _output_layout(x.shape, x.stride(), weight.shape, weight.stride(), products)
     versions = _versions(x, weight, bias)
     call = Call(x, layer, block, weight, bias, products, slot, size, strides, _modes(), versions)
@@ -76,7 +78,10 @@ def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Ten
 
 def _versions(*tensors: Tensor | None) -> list[int]:
     """Returns the version counters of tensors. Inference tensors have none, which gives 0."""
-    return [0 if x is None or x.is_inference() else x._version for x in tensors]
+    try:
+        return [0 if x is None else x._version for x in tensors]
+    except RuntimeError:
+        return [0 if x is None or x.is_inference() else x._version for x in tensors]
 
 
 def _modes() -> tuple[bool, bool]:
@@ -126,12 +131,13 @@ class LazyConv(Tensor):
 
     stages: Stages
     result: Tensor | None
+    shape_of_result: torch.Size
 
     @staticmethod
     def __new__(cls, stages: Stages) -> LazyConv:
         call = stages.call
         self = Tensor._make_wrapper_subclass(cls, call.size, strides=call.strides, dtype=torch.float32, device=call.x.device)
-        self.stages, self.result = stages, None
+        self.stages, self.result, self.shape_of_result = stages, None, call.size
         return self
 
     def compute(self) -> Tensor:
@@ -141,9 +147,8 @@ class LazyConv(Tensor):
             del self.stages  # frees the input
         return self.result
 
-    def _next(self, inplace: bool, **changes: Any) -> Tensor:
-        """Returns the block with one more stage. It is computed if this is the last stage."""
-        stages = self.stages._replace(**changes)
+    def _next(self, inplace: bool, stages: Stages) -> Tensor:
+        """Returns the block with these stages, one more than before. It is computed if this is the last stage."""
         finished = stages.reached == stages.call.block.ends
         if inplace:
             self.stages = stages
@@ -153,14 +158,14 @@ class LazyConv(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         stage = _STAGES.get(func)
         if stage is not None:
             taken = stage(*args, **kwargs)
             if taken is not None:
                 return taken
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         return func(*tree_map(computed, args), **tree_map(computed, kwargs))
 
     @classmethod
@@ -172,6 +177,10 @@ class LazyConv(Tensor):
             f"byteback: {func} was called on the output of a fused block that is not computed yet, and here it cannot be "
             "computed with its gradient. Call .clone() on the tensor first, or prepare the model with fuse=False."
         )
+
+    def dim(self) -> int:
+        """Returns the number of axes. Norms ask for it; a method needs no call of __torch_function__."""
+        return len(self.shape_of_result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.compute())
@@ -206,34 +215,42 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    if not _open(input) or input.stages.reached != "conv":  # type: ignore[attr-defined]
+    if not _open(input):
+        return None
+    recording: Any = input
+    call, _, _, residual, activation, reached = recording.stages
+    if reached != "conv":
         return None
     if training:
-        F._verify_batch_size(input.stages.call.size)  # type: ignore[attr-defined]
+        F._verify_batch_size(call.size)  # type: ignore[attr-defined]
     elif running_mean is None or running_var is None:
         return None
     running = None if running_mean is None or running_var is None else (running_mean, running_var)
     for part in (running_mean, running_var, weight, bias):
         if part is not None and part.dtype is not torch.float32:
             return None
-    norm = ops.BatchNorm(weight, bias, input.stages.call.bias, eps, running, momentum)  # type: ignore[attr-defined]
-    return input._next(False, norm=norm, by_batch=training, reached="norm")  # type: ignore[attr-defined]
+    norm = ops.BatchNorm(weight, bias, call.bias, eps, running, momentum)
+    made: Tensor = recording._next(False, Stages(call, norm, training, residual, activation, "norm"))
+    return made
 
 
 def _activation(call: Any, name: str, inplace: bool | None) -> Callable[..., Tensor | None]:
     options = len(OPTIONS.get(call, ()))  # the argument `inplace` follows them
 
     def stage(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        if not _open(input) or input.stages.reached == "activation":  # type: ignore[attr-defined]
+        if not _open(input):
             return None
-        if input.stages.residual is not None and name not in WITH_MASK:  # type: ignore[attr-defined]
+        recording: Any = input
+        call_, norm, by_batch, residual, _, reached = recording.stages
+        if reached == "activation" or (residual is not None and name not in WITH_MASK):
             return None
         if options and misfit_of_call(call, args, kwargs):
             return None
         writes = inplace
         if writes is None:
             writes = bool(args[options] if len(args) > options else kwargs.get("inplace", False))
-        return input._next(writes, activation=name, reached="activation")  # type: ignore[attr-defined]
+        made: Tensor = recording._next(writes, Stages(call_, norm, by_batch, residual, name, "activation"))
+        return made
 
     return stage
 
@@ -248,7 +265,7 @@ def _add(inplace: bool) -> Callable[..., Tensor | None]:
         other, size = computed(other), block.stages.call.size
         if not isinstance(other, Tensor) or tuple(other.shape) != tuple(size) or other.dtype != torch.float32:
             return None
-        return block._next(inplace, residual=other, reached="add")
+        return block._next(inplace, block.stages._replace(residual=other, reached="add"))
 
     return stage
 

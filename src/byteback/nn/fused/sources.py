@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 SHARED_RULE = TensorRule()
 """Rounding to nearest with the maximum of the whole tensor as clip. Convolutions with this rule share one int8 copy."""
 
+_LAST = torch.channels_last
 _ATTRIBUTE = "_byteback_source"
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -217,8 +218,9 @@ class PredictionSource(Source):
         residual: ops.Residual,
         activation: str,
         spec: OutputSpec,
+        plan: Any = None,  # ops/block_step.py: block_prediction
     ) -> None:
-        self.operands, self.products = operands, products
+        self.operands, self.products, self.plan = operands, products, plan
         self.a, self.b, self.residual, self.activation = a, b, residual, activation
         self.shape, self.strides, self.floats = spec
         self.device = a.device
@@ -252,6 +254,10 @@ class PredictionSource(Source):
 
     def _made(self, clip: Tensor | None, want_float: bool, into: ops.Into | None) -> ops.Normalized:
         x, w = self.operands
+        if self.plan is not None and into is None:
+            made: ops.Normalized | None = self.plan.run(x, w, self.a, self.b, self.residual, clip, want_float)
+            if made is not None:
+                return made
         operands = x.values, x.scale, w.values, w.scale, tuple(self.products)
         follows = (self.a, self.b, self.residual, self.activation, clip)
         return ops.conv_normalize(*operands, *follows, want_float=want_float, into=into)
@@ -446,6 +452,7 @@ def floats_of(residual: Tensor) -> Tensor:
 
 def channels_last(x: Tensor) -> Tensor:
     """Returns x in channels-last memory format, which the kernels of a block need."""
-    if layout.is_last_dense(x.shape, x.stride()):
+    # The first condition is the same for two spatial axes, and faster.
+    if (x.dim() == 4 and x.is_contiguous(memory_format=_LAST)) or layout.is_last_dense(x.shape, x.stride()):
         return x
     return x.movedim(1, -1).contiguous().movedim(-1, 1)

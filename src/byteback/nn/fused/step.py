@@ -8,6 +8,7 @@ run one by one (block.py). Both cases save the same tensors for backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from byteback.nn.fused.shared_gradients import Waiting
 from byteback.nn.fused.sources import SHARED_RULE, floats_dtype, floats_of, shared_floats, source_of
 from byteback.ops.backends.registry import backend_of
-from byteback.ops.block_step import BlockShape, block_site
-from byteback.ops.types import NormGradient, Wants
+from byteback.ops.block_step import BlockShape, PredictionShape, block_prediction, block_site
+from byteback.ops.types import NormGradient, Residual, Wants
 from byteback.quantize import Moment, QTensor
 
 _profiling = torch._C._autograd._profiler_enabled
@@ -40,11 +41,15 @@ def find_site(x: Tensor, weight: Tensor, stages: Any, wants: Any, needs: tuple[b
         return None
     adds, backend = None if stages.residual is None else floats_dtype(stages.residual), backend_of(x)
     key = (x.shape, weight.shape, weight.stride(), backend, call.slot, stages.activation, adds, needs, norm.eps)
-    sites = layer.__dict__.setdefault("int8_sites", {})  # missing in a layer that was pickled by an earlier version
+    return _kept(layer, key, lambda: _new_site(x, weight, stages, wants(stages, True, needs[3]), needs))
+
+
+def _kept(layer: Any, key: tuple[Any, ...], new: Callable[[], Any]) -> Any:
+    sites: dict[Any, Any] = layer.__dict__.setdefault("int8_sites", {})  # missing in a layer of an earlier version's pickle
     if key not in sites:
         if len(sites) >= _MOST_SITES:
             sites.clear()
-        sites[key] = _new_site(x, weight, stages, wants(stages, True, needs[3]), needs)
+        sites[key] = new()
     return sites[key]
 
 
@@ -69,6 +74,16 @@ def _new_site(x: Tensor, weight: Tensor, stages: Any, wants: Wants, needs: tuple
     shape = BlockShape(*sizes, tuple(call.products), stages.activation, residual, wants, norm.eps)
     chosen = tuple(settings[name] for name in names)
     return block_site(x, shape, chosen, not layer.shares_gradient(), call.slot)
+
+
+def find_plan(call: Any, w: QTensor, added: Residual, activation: str) -> Any:
+    """Returns the plan of a block in predictions (ops/block_step.py: block_prediction), made once; None if there is none."""
+    if not enabled:
+        return None
+    x, size, products = call.x, call.size, call.products
+    key = x.shape, w.values.stride(), products, activation, added is not None, backend_of(w.values)
+    shape = tuple(x.shape), tuple(w.values.shape), w.values.stride(), tuple(size), tuple(products), activation
+    return _kept(call.layer, key, lambda: block_prediction(w.values, PredictionShape(*shape, added is not None)))
 
 
 def forward_step(

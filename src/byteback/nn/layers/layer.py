@@ -193,15 +193,18 @@ class Int8Layer(_Base):
     # ---- call slots ----
 
     def next_slot(self) -> int:
-        if recomputing():
-            return RECOMPUTED
-        if not self.int8_shared.is_counting():
-            return 0
         if torch.compiler.is_compiling():
+            if not self.int8_shared.counting:
+                return 0
             ordinal = self.int8_calls
         else:
-            ordinal = self.int8_shared.calls.ordinals.get(id(self), 0)
-            self.int8_shared.calls.ordinals[id(self)] = ordinal + 1
+            if recomputing():
+                return RECOMPUTED
+            calls = self.int8_shared.calls
+            if not calls.counting:
+                return 0
+            ordinal = calls.ordinals.get(id(self), 0)
+            calls.ordinals[id(self)] = ordinal + 1
         self.__dict__["int8_calls"] = ordinal + 1  # nn.Module would search its parameters for the name
         return min(ordinal, CALL_SLOTS - 1)
 
@@ -252,7 +255,8 @@ class Int8Layer(_Base):
 def factors(layers: Sequence[Int8Layer]) -> list[Any]:
     """Returns φ of each layer: numbers, or tensors if reading them is slow."""
     scaled = [layer for layer in layers if layer.recipe.learning_rate is not None and layer.runs_int8()]
-    observed = [[q.observed for q in layer.quantizers.gradients()] for layer in scaled]
+    numerics: list[Any] = [layer._modules["quantizers"] for layer in scaled]
+    observed = [[copy._buffers["observed"] for copy in own.gradients()] for own in numerics]
     made = quantizer.factors(observed, [layer.recipe.learning_rate for layer in scaled])
     found = {id(layer): factor for layer, factor in zip(scaled, made, strict=True)}
     return [found.get(id(layer), 1.0) for layer in layers]

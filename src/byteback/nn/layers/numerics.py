@@ -85,7 +85,9 @@ class LayerNumerics(nn.Module):
         self._derive()
 
     def _derive(self) -> None:
-        """Sets what depends on the settings: their handles, and whether both copies of a gradient can be quantized together."""
+        """Sets what depends on the settings: their handles, whether the input has the rule that blocks share, and whether both
+        copies of a gradient can be quantized together."""
+        self.shares_input = self.settings["input"].rule == TensorRule()  # compared once: this takes longer than it looks
         self.handles = {field: register(settings) for field, settings in self.settings.items()}
         one, each = self.settings["grad_output"].rule, self.settings["grad_output_for_weight"].rule
         together = (one.per, each.per) == ("tensor", "K") and one.clip == each.clip and one.rounding == each.rounding
@@ -124,8 +126,8 @@ class LayerNumerics(nn.Module):
 
     def gradients(self) -> list[Quantizer]:
         """Returns the quantizers of the copies of the gradient."""
-        copies = (self.grad_output, self.grad_output_for_weight)
-        return [copy for copy in copies if copy is not None]
+        own: Any = self._modules  # faster than nn.Module.__getattr__
+        return [copy for copy in map(own.get, GRADIENT_ROLES) if copy is not None]
 
     def each(self) -> list[Quantizer]:
         """Returns all quantizers: of the input, and of one or two copies of the gradient."""

@@ -96,6 +96,14 @@ def norm_as_given(layer: Int8Layer, norm: ops.BatchNorm | None, bias: Tensor | N
     return layer.int8_frozen.coefficients(norm, bias, weight)
 
 
+def own_parameter(layer: Any, name: str) -> Any:
+    """Returns getattr(layer, name). Where it is a parameter, without the slow search of nn.Module."""
+    try:
+        return layer._parameters[name]
+    except KeyError:
+        return getattr(layer, name)  # computed by a parametrization
+
+
 def refuse_training(layer: Any, what: str) -> None:
     """Raises an error if the layer is frozen. `what` says what would have trained it."""
     if is_frozen(layer):
@@ -141,5 +149,7 @@ def is_frozen(module: Any) -> bool:
 
 
 def _mark(tensors: list[Tensor]) -> Mark:
-    # An inference tensor does not count its writes.
-    return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+    try:
+        return tuple([(tensor.data_ptr(), tensor._version) for tensor in tensors])
+    except RuntimeError:  # an inference tensor does not count its writes
+        return tuple([(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors])

@@ -47,6 +47,9 @@ class MetaSteps:
     def same_clip(self, clip: Tensor, other: Tensor) -> bool:
         return False
 
+    def block_prediction(self, *_: Any) -> None:
+        return None
+
     def block_site(self, *_: Any) -> None:
         return None
 

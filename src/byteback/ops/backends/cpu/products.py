@@ -45,7 +45,7 @@ def _transpose(path: int, source: Tensor, result: Tensor, batch: int, rows: int,
     return result
 
 
-def _channels_last(path: int, x: Tensor) -> Tensor:
+def rows_last(path: int, x: Tensor) -> Tensor:
     """Returns a tensor whose memory is x (N, C, ...) as dense (N, ..., C). Its shape has no meaning."""
     n, c = x.shape[:2]
     pixels = math.prod(x.shape[2:])
@@ -118,8 +118,8 @@ def laid_out(
     """Returns both operands channels last, the addresses of their scales (Operands in csrc/bindings/structs.h), and a tensor
     that keeps the scales alive."""
     plan: Plan = call.plan
-    a = a if plan.a_is_last else _channels_last(path, a)
-    b = b if plan.b_is_last else _channels_last(path, b)
+    a = a if plan.a_is_last else rows_last(path, a)
+    b = b if plan.b_is_last else rows_last(path, b)
     if plan.single:
         return a, b, {"a_scale": known(a_scale), "b_scale": known(b_scale)}, a_scale
     scales = combine_scales(call.kind, a_scale, b_scale, call.groups, call.channels).contiguous()

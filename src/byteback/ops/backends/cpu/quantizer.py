@@ -17,8 +17,9 @@ from byteback.ops.backends import paths
 from byteback.ops.backends.cpu import ledger, library
 from byteback.ops.backends.cpu.addresses import flat
 from byteback.ops.backends.cpu.block_step import make_site
+from byteback.ops.backends.cpu.prediction import make_prediction
 from byteback.ops.backends.reference.quantizer import Entry, Made, Steps, made_of
-from byteback.ops.block_step import BlockShape
+from byteback.ops.block_step import BlockShape, PredictionShape
 from byteback.ops.dispatch import is_plain
 from byteback.ops.programs import Maximum
 from byteback.ops.quantizer import Choice, Gradient, Memory, State, floats_of
@@ -33,6 +34,9 @@ class NativeSteps(Steps):
 
     def block_site(self, shape: BlockShape, settings: tuple[Any, ...], for_tensor: bool, slot: int) -> Any:
         return make_site(library.NUMBERS[paths.current()], shape, settings, for_tensor, slot)
+
+    def block_prediction(self, shape: PredictionShape) -> Any:
+        return make_prediction(library.NUMBERS[paths.current()], shape)
 
     def _memory(self, state: State, settings: Any, slot: int, now: int) -> Memory:
         rule = settings.rule

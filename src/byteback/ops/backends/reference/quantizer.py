@@ -175,8 +175,10 @@ class Steps:
         return made.q
 
     def factors(self, observed: Sequence[Sequence[Tensor]], rules: Sequence[Any]) -> list[Any]:
-        rows = [copy[:, DEVIATION] for copies in observed for copy in copies]
-        largest = iter(torch.stack(rows).amax(1).tolist())  # one synchronization for all layers
+        every = [copy for copies in observed for copy in copies]
+        if len({copy.shape for copy in every}) > 1:  # rules with more diagnostics have more columns
+            every = [copy[:, : DEVIATION + 1] for copy in every]
+        largest = iter(torch.stack(every)[:, :, DEVIATION].amax(1).tolist())  # one synchronization for all layers
         return [rule.factor(max(next(largest) for _ in copies)) for copies, rule in zip(observed, rules, strict=True)]
 
     def same_clip(self, clip: Tensor, other: Tensor) -> bool:
@@ -184,6 +186,10 @@ class Steps:
 
     def block_site(self, shape: Any, settings: tuple[Any, ...], for_tensor: bool, slot: int) -> Any:
         """Returns None: the reference does not have a step in two operations (ops/block_step.py)."""
+        return None
+
+    def block_prediction(self, shape: Any) -> Any:
+        """Returns None: the reference checks its operands in every call."""
         return None
 
     # ---- clip and integers ----
