@@ -175,7 +175,7 @@ def normalize_grad_batch(arena: Arena, path: int, threads: int) -> None:
 
 
 def normalize_grad_tails(arena: Arena, path: int, threads: int) -> None:
-    for backward, _, channels in _backwards(arena):
+    for backward, _, channels, _ in _backwards(arena):
         given = {"each": arena.positive(channels), "all": arena.positive(1), "peak": arena.room(channels)}
         to = {"over_each": arena.room(channels, int64), "over_all": arena.room(channels, int64)}
         library.normalize_grad_tails(path, backward, **given, **to, threads=threads)
@@ -229,7 +229,7 @@ def magnitude_clips(arena: Arena, path: int, threads: int) -> None:
 
 
 def gradient_pair(arena: Arena, path: int, threads: int) -> None:
-    for number, (backward, rows, channels) in enumerate(_backwards(arena)):
+    for number, (backward, rows, channels, _) in enumerate(_backwards(arena)):
         is_wanted = number % 3 > 0
         library.gradient_pair(
             path,
@@ -249,7 +249,7 @@ def gradient_pair(arena: Arena, path: int, threads: int) -> None:
 
 
 def normalize_grad_quantize_by_ratio(arena: Arena, path: int, threads: int) -> None:
-    for number, (backward, rows, channels) in enumerate(_backwards(arena)):
+    for number, (backward, rows, channels, _) in enumerate(_backwards(arena)):
         to = library.QuantizedTo(**_rooms(arena, rows * channels, channels))
         key, clips = arena.key() if number % 2 else 0, arena.room(channels)
         library.normalize_grad_quantize_by_ratio(path, backward, to, ratio=0.5, key=key, clips=clips, threads=threads)

@@ -49,7 +49,7 @@ void pack_norm(s64 rows, s64 channels, const void* x, Stored kind, const Outcome
     generic::pack_norm(rows, channels, x, kind, to, threads);
     spoil("pack_norm", to.kept);
 }
-void normalize_grad_sums(const Backward& f, f64* total, f64* dot, f64* squares, f32* masked, int threads) {
+void normalize_grad_sums(const Backward& f, f64* total, f64* dot, f64* squares, void* masked, int threads) {
     generic::normalize_grad_sums(f, total, dot, squares, masked, threads);
     spoil("normalize_grad_sums", squares);
 }

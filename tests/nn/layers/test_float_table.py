@@ -216,5 +216,5 @@ def test_bench_marks_what_float_serves_and_still_times_the_kernel() -> None:
     timings = kernels.measure("here", grouped, 1) + kernels.measure("here", plain, 1)
     assert [t.falls_back is not None for t in timings] == [True] * 3 + [False] * 3
     assert all(t.ratio > 0 for t in timings) and [t.user_ratio for t in timings[:3]] == [1.0] * 3
-    summary = kernels.summarize(timings)
+    summary = kernels.summarize(timings, {})
     assert (summary["float_serves"], summary["products"]) == (3, 6)
