@@ -13,6 +13,7 @@ from torch import nn
 from byteback.convert.graph import Block, Plan
 from byteback.nn import Int8Layer
 from byteback.nn.layers.conv import FUSED_CLASSES
+from byteback.nn.layers.block_stages import bind_stage
 from byteback.nn.layers.frozen_norm import bind_frozen
 from byteback.nn.layers.subclass import clash
 from byteback.recipes import Recipe
@@ -39,8 +40,9 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
         else:
             conv.__class__ = FUSED_CLASSES[type(conv)]
             conv.attach(recipe, name, bound)
-        if block.norm is not None:
-            bind_frozen(modules[block.norm])
+        for module in inner:
+            bind_frozen(module)
+            bind_stage(module)
         setattr(conv, BLOCK_TEXT, describe(block))
     for name, reason in plan.reasons.items():
         setattr(modules[name], BLOCK_REASON, reason)

@@ -10,7 +10,7 @@ from byteback.convert.bind import BLOCK_REASON, BLOCK_TEXT
 from byteback.convert.layers import FLOAT_REASON, int8_layers
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.layers.calls import SHARED, begin_forward, end_forward
-from byteback.nn.layers.frozen_norm import FusedNorm
+from byteback.nn.layers.block_module import BlockModule
 from byteback.nn.layers.weights import unwatch_loading
 from byteback.nn.undo import unwatch
 
@@ -35,7 +35,7 @@ def restore(model: nn.Module) -> nn.Module:
     for layer in layers.values():
         layer.detach()
     for module in model.modules():
-        if isinstance(module, (FusedConvolution, FusedNorm)):
+        if isinstance(module, (FusedConvolution, BlockModule)):
             module.detach()
         for attribute in (FLOAT_REASON, BLOCK_REASON, BLOCK_TEXT, SHARED):
             module.__dict__.pop(attribute, None)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 from weakref import ref
 
@@ -56,6 +56,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_OWNED = attrgetter("_modules", "_buffers")
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # missing in the oldest supported PyTorch
 
 
@@ -215,19 +216,21 @@ class _Found:
         self.one_of_each: list[LayerNumerics] = []  # of each device
         self.is_hooked = False
         self._int8: list[tuple[Any, Shared]] = []
-        # Modules, the ids of their children and buffers, and these buffers. Children are modules of this list.
-        self._seen: list[tuple[Any, list[int], list[int], tuple[Any, ...]]] = []
+        # All modules, and the ids of their children and buffers. Children are modules of this list, and the buffers are kept, so
+        # that no other object gets one of these ids.
+        self._seen: list[Any] = []
         known, waiting = {model}, [model]
         while waiting:  # cheaper than model.modules()
             module = waiting.pop()
             self._look_at(module)
-            children, buffers = module._modules.values(), tuple(module._buffers.values())
-            self._seen.append((ref(module), list(map(id, children)), list(map(id, buffers)), buffers))
+            self._seen.append(ref(module))
             for child in module._modules.values():
                 if child is not None and child not in known:
                     known.add(child)
                     waiting.append(child)
         self.one_of_each = list({layer.unshared.device: layer for layer in self.layers}.values())
+        parts = _parts([known() for known in self._seen])
+        self._ids, self._buffers = list(map(id, parts)), [part for part in parts if isinstance(part, Tensor)]
 
     def _look_at(self, module: nn.Module) -> None:
         shared = module.__dict__.get("int8_shared")
@@ -251,12 +254,9 @@ class _Found:
 
     def still_holds(self) -> bool:
         """Whether the model has the same modules, with the same tensors as buffers."""
-        for known, children, buffers, _ in self._seen:
-            module = known()
-            if module is None:
-                return False
-            if list(map(id, module._modules.values())) != children or list(map(id, module._buffers.values())) != buffers:
-                return False
+        modules = [known() for known in self._seen]
+        if None in modules or list(map(id, _parts(modules))) != self._ids:
+            return False
         return all(known().__dict__.get("int8_shared") is shared for known, shared in self._int8)
 
     def enter(self, undo: Undo) -> None:
@@ -271,7 +271,17 @@ class _Found:
 
     def has(self, module: nn.Module) -> bool:
         """Whether this module is the model or one of its modules."""
-        return any(known() is module for known, *_ in self._seen)
+        return any(known() is module for known in self._seen)
+
+
+def _parts(modules: list[Any]) -> list[Any]:
+    """Returns the children and buffers of modules, a None after those of each, in one list that is fast to compare."""
+    parts: list[Any] = []
+    for children, buffers in map(_OWNED, modules):
+        parts += children.values()
+        parts += buffers.values()
+        parts.append(None)
+    return parts
 
 
 def _can_be_copied(buffer: Tensor) -> bool:

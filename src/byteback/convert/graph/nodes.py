@@ -14,7 +14,8 @@ from torch import fx, nn
 from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.fused.activations import BY_MODULE, BY_TARGET, misfit_of_call, misfit_of_module
-from byteback.nn.layers.frozen_norm import FusedNorm, is_frozen_norm
+from byteback.nn.layers.block_module import BlockModule
+from byteback.nn.layers.frozen_norm import is_frozen_norm
 
 _NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -196,7 +197,7 @@ def why_not_fused(conv: nn.Module) -> str | None:
 
 def _float_class(module: nn.Module) -> Any:
     """Returns the class that a layer had before `prepare`."""
-    return type(module).float_class if isinstance(module, (Int8Layer, FusedConvolution, FusedNorm)) else type(module)
+    return type(module).float_class if isinstance(module, (Int8Layer, FusedConvolution, BlockModule)) else type(module)
 
 
 def is_sum(node: fx.Node) -> bool:

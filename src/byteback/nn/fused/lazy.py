@@ -205,7 +205,7 @@ def _open(x: Any) -> bool:
 # ---- stages: each returns None for a call that it does not support -----------------------------------------------------
 
 
-def _batch_norm(
+def record_norm(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -234,23 +234,28 @@ def _batch_norm(
     return made
 
 
+def record_activation(input: Tensor, name: str, inplace: bool) -> Tensor | None:
+    """Records the activation `name`."""
+    if not _open(input):
+        return None
+    recording: Any = input
+    call, norm, by_batch, residual, _, reached = recording.stages
+    if reached == "activation" or (residual is not None and name not in WITH_MASK):
+        return None
+    made: Tensor = recording._next(inplace, Stages(call, norm, by_batch, residual, name, "activation"))
+    return made
+
+
 def _activation(call: Any, name: str, inplace: bool | None) -> Callable[..., Tensor | None]:
     options = len(OPTIONS.get(call, ()))  # the argument `inplace` follows them
 
     def stage(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        if not _open(input):
-            return None
-        recording: Any = input
-        call_, norm, by_batch, residual, _, reached = recording.stages
-        if reached == "activation" or (residual is not None and name not in WITH_MASK):
-            return None
         if options and misfit_of_call(call, args, kwargs):
             return None
         writes = inplace
         if writes is None:
             writes = bool(args[options] if len(args) > options else kwargs.get("inplace", False))
-        made: Tensor = recording._next(writes, Stages(call_, norm, by_batch, residual, name, "activation"))
-        return made
+        return record_activation(input, name, writes)
 
     return stage
 
@@ -275,7 +280,7 @@ def _waits_for_add(x: Any) -> bool:
 
 
 _STAGES: dict[Any, Callable[..., Tensor | None]] = {
-    F.batch_norm: _batch_norm,
+    F.batch_norm: record_norm,
     **{call: _activation(call, name, writes) for call, (name, writes) in BY_CALL.items()},
     torch.add: _add(False),
     Tensor.add: _add(False),

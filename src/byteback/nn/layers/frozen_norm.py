@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from byteback.nn.fused.lazy import LazyConv
+from byteback.nn.layers.block_module import BlockModule, bind_module, float_class_of
 
 _NAME = "FrozenBatchNorm2d"
 _BUFFERS = ("weight", "bias", "running_mean", "running_var")
@@ -23,7 +24,7 @@ _BUFFERS = ("weight", "bias", "running_mean", "running_var")
 
 def has_frozen_name(module: nn.Module) -> bool:
     """Whether the class of a module has the name of the frozen norm. The tracer does not trace into such modules."""
-    return _float_class(module).__name__ == _NAME
+    return float_class_of(module).__name__ == _NAME
 
 
 def is_frozen_norm(module: nn.Module, channels: int) -> bool:
@@ -37,51 +38,22 @@ def is_frozen_norm(module: nn.Module, channels: int) -> bool:
         # Two one-pixel images in the range of the buffers: a class of the same name with another formula gives other results.
         x = torch.stack([buffers[2], buffers[2] + buffers[3].abs().sqrt() + 1.0]).reshape(2, channels, 1, 1)  # type: ignore
         expected = _batch_norm(module, x)
-        return expected.is_meta or torch.allclose(_float_class(module).forward(module, x), expected, 1e-3, 1e-4, equal_nan=True)
+        return expected.is_meta or torch.allclose(float_class_of(module).forward(module, x), expected, 1e-3, 1e-4, equal_nan=True)
 
 
 def _batch_norm(norm: Any, x: Tensor) -> Tensor:
     return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
-def _float_class(module: nn.Module) -> Any:
-    return type(module).float_class if isinstance(module, FusedNorm) else type(module)
-
-
-class FusedNorm:
+class FusedNorm(BlockModule):
     """Mixin for a frozen norm that is part of a block."""
-
-    float_class: type[nn.Module]
 
     def forward(self: Any, x: Tensor) -> Tensor:
         """Runs as part of a block if the input is a LazyConv, otherwise as before."""
         return _batch_norm(self, x) if type(x) is LazyConv else super().forward(x)  # type: ignore[misc]
 
-    def detach(self) -> None:
-        """Restores the original class of the module."""
-        self.__class__ = self.float_class  # type: ignore[assignment]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The subclass is created when it is needed, so pickle cannot find it by name.
-        return _blank, (self.float_class,), self.__getstate__()
-
-
-_twins: dict[type[nn.Module], type[nn.Module]] = {}
-
 
 def bind_frozen(module: nn.Module) -> None:
     """Changes the class of a frozen norm to its FusedNorm subclass, in place. Does nothing for other modules."""
-    if has_frozen_name(module) and not isinstance(module, FusedNorm):
-        module.__class__ = _twin(type(module))
-
-
-def _twin(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _twins:
-        _twins[cls] = type(f"Fused{cls.__name__}", (FusedNorm, cls), {"float_class": cls, "__module__": cls.__module__})
-    return _twins[cls]
-
-
-def _blank(cls: type[nn.Module]) -> nn.Module:
-    """Returns an empty instance of the subclass, which pickle and copy fill."""
-    twin = _twin(cls)
-    return twin.__new__(twin)
+    if has_frozen_name(module):
+        bind_module(module, FusedNorm)
