@@ -12,8 +12,8 @@ from torch import nn
 
 from byteback.convert.graph import Block, Plan
 from byteback.nn import Int8Layer
-from byteback.nn.layers.conv import FUSED_CLASSES
 from byteback.nn.layers.block_stages import bind_stage
+from byteback.nn.layers.conv import FUSED_CLASSES
 from byteback.nn.layers.frozen_norm import bind_frozen
 from byteback.nn.layers.subclass import clash
 from byteback.recipes import Recipe

@@ -9,8 +9,8 @@ from torch.nn.utils import parametrize
 from byteback.convert.bind import BLOCK_REASON, BLOCK_TEXT
 from byteback.convert.layers import FLOAT_REASON, int8_layers
 from byteback.nn import FusedConvolution, Int8Layer
-from byteback.nn.layers.calls import SHARED, begin_forward, end_forward
 from byteback.nn.layers.block_module import BlockModule
+from byteback.nn.layers.calls import SHARED, begin_forward, end_forward
 from byteback.nn.layers.weights import unwatch_loading
 from byteback.nn.undo import unwatch
 

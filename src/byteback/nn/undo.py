@@ -216,8 +216,8 @@ class _Found:
         self.one_of_each: list[LayerNumerics] = []  # of each device
         self.is_hooked = False
         self._int8: list[tuple[Any, Shared]] = []
-        # All modules, and the ids of their children and buffers. Children are modules of this list, and the buffers are kept, so
-        # that no other object gets one of these ids.
+        # All modules, and the ids of their children and buffers. Children are modules of this list, and the buffers are kept,
+        # so that no other object gets one of these ids.
         self._seen: list[Any] = []
         known, waiting = {model}, [model]
         while waiting:  # cheaper than model.modules()

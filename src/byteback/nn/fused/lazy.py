@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from byteback.nn.autograd import ConvProducts
 from byteback.nn.fused.activations import BY_CALL, OPTIONS, WITH_MASK, misfit_of_call
 from byteback.nn.fused.block import Block, Call, Stages, run_block
 from byteback.nn.fused.sources import LazyActivation, Poolable
+from byteback.nn.fused.step import kept
 from byteback.nn.layers.weights import own_parameter
 from byteback.ops.backends.registry import runs_blocks
 from byteback.ops.contract import layout
@@ -66,12 +67,41 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
     return True
 
 
-def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Tensor:
-    """Returns the output of `layer` as a tensor that records the stages after it."""
+class Start(NamedTuple):
+    """What a call of a convolution follows from: shapes, layouts and options. And what follows: products, size and strides."""
+
+    products: ConvProducts
+    size: torch.Size
+    strides: tuple[int, ...]
+
+
+def known_start(layer: Any, x: Tensor) -> tuple[Any, Start | None]:
+    """Returns the key of a call on the CPU with a float32 weight, and its Start if such a call was checked before."""
+    weight = layer._parameters.get("weight")
+    if weight is None or weight.dtype is not torch.float32 or not (weight.is_cpu and x.is_cpu) or _compiling():
+        return None, None
+    options = layer.stride, layer.dilation, layer.groups, layer.padding_mode, *layer._reversed_padding_repeated_twice
+    key = x.shape, x.stride(), weight.shape, weight.stride(), options
+    try:
+        return key, layer.__dict__["int8_sites"].get(key)
+    except (TypeError, KeyError):  # options that are lists; a layer of an earlier version's pickle
+        return None, None
+
+
+def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int, key: Any = None) -> Tensor:
+    """Returns the output of `layer` as a tensor that records the stages after it. Keeps what it has found out under `key`."""
+    weight = own_parameter(layer, "weight")
+    start = Start(products, *_output_layout(x.shape, x.stride(), weight.shape, weight.stride(), products))
+    if key is not None:
+        kept(layer, key, lambda: start)
+    return begin_again(layer, x, start, slot)
+
+
+def begin_again(layer: Any, x: Tensor, start: Start, slot: int) -> Tensor:
+    """Same for a call whose Start is known."""
     weight, bias, block = own_parameter(layer, "weight"), own_parameter(layer, "bias"), layer.int8_block
-    size, strides = _output_layout(x.shape, x.stride(), weight.shape, weight.stride(), products)
-    versions = _versions(x, weight, bias)
-    call = Call(x, layer, block, weight, bias, products, slot, size, strides, _modes(), versions)
+    products, size, strides = start
+    call = Call(x, layer, block, weight, bias, products, slot, size, strides, _modes(), _versions(x, weight, bias))
     lazy = LazyConv(Stages(call))
     return lazy.compute() if block.ends == "conv" else lazy
 

@@ -41,10 +41,10 @@ def find_site(x: Tensor, weight: Tensor, stages: Any, wants: Any, needs: tuple[b
         return None
     adds, backend = None if stages.residual is None else floats_dtype(stages.residual), backend_of(x)
     key = (x.shape, weight.shape, weight.stride(), backend, call.slot, stages.activation, adds, needs, norm.eps)
-    return _kept(layer, key, lambda: _new_site(x, weight, stages, wants(stages, True, needs[3]), needs))
+    return kept(layer, key, lambda: _new_site(x, weight, stages, wants(stages, True, needs[3]), needs))
 
 
-def _kept(layer: Any, key: tuple[Any, ...], new: Callable[[], Any]) -> Any:
+def kept(layer: Any, key: tuple[Any, ...], new: Callable[[], Any]) -> Any:
     sites: dict[Any, Any] = layer.__dict__.setdefault("int8_sites", {})  # missing in a layer of an earlier version's pickle
     if key not in sites:
         if len(sites) >= _MOST_SITES:
@@ -83,7 +83,7 @@ def find_plan(call: Any, w: QTensor, added: Residual, activation: str) -> Any:
     x, size, products = call.x, call.size, call.products
     key = x.shape, w.values.stride(), products, activation, added is not None, backend_of(w.values)
     shape = tuple(x.shape), tuple(w.values.shape), w.values.stride(), tuple(size), tuple(products), activation
-    return _kept(call.layer, key, lambda: block_prediction(w.values, PredictionShape(*shape, added is not None)))
+    return kept(call.layer, key, lambda: block_prediction(w.values, PredictionShape(*shape, added is not None)))
 
 
 def forward_step(

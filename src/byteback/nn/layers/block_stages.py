@@ -30,7 +30,8 @@ class FusedBatchNorm(BlockModule):
         if not self.track_running_stats or self.momentum is None or "weight" not in parameters or "bias" not in parameters:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         self._check_input_dim(input)
-        mean, var, seen, training = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], self.training
+        mean, var, seen = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+        training = self.training
         if training and seen is not None:
             seen.add_(1)
         stage = mean, var, parameters["weight"], parameters["bias"], training or (mean is None and var is None)

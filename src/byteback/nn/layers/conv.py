@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from byteback.nn.autograd import ConvProducts
 from byteback.nn.fused.block import Block
-from byteback.nn.fused.lazy import begin_block, computed, may_fuse
+from byteback.nn.fused.lazy import begin_again, begin_block, computed, known_start, may_fuse
 from byteback.nn.layers.float_table import Geometry
 from byteback.nn.layers.layer import Int8Layer, weight_number
 from byteback.nn.layers.transforms import RECORDED, record, refuse_script
@@ -124,10 +124,13 @@ class _Int8Conv(_Convolution, Int8Layer):
         if not fuses and ((input.is_meta and self.weight.is_meta) or not self.runs_int8()):
             return super().forward(input)
         self.check_call(input, fuses)
+        key, start = known_start(self, input) if fuses else (None, None)
+        if start is not None:
+            return begin_again(self, input, start, self.next_slot())
         x, products, batched = self._products(input)
         if fuses and batched and (x is input or may_fuse(self, x)):
             self.check_dtypes(x)
-            return begin_block(self, x, products, self.next_slot())
+            return begin_block(self, x, products, self.next_slot(), key if x is input else None)
         output = self.run(x, products)
         if self.bias is not None:
             output = output + self.bias.to(output.dtype).reshape(1, -1, *(1,) * len(self.kernel_size))  # type: ignore

@@ -38,7 +38,8 @@ def is_frozen_norm(module: nn.Module, channels: int) -> bool:
         # Two one-pixel images in the range of the buffers: a class of the same name with another formula gives other results.
         x = torch.stack([buffers[2], buffers[2] + buffers[3].abs().sqrt() + 1.0]).reshape(2, channels, 1, 1)  # type: ignore
         expected = _batch_norm(module, x)
-        return expected.is_meta or torch.allclose(float_class_of(module).forward(module, x), expected, 1e-3, 1e-4, equal_nan=True)
+        found = float_class_of(module).forward(module, x)
+        return expected.is_meta or torch.allclose(found, expected, 1e-3, 1e-4, equal_nan=True)
 
 
 def _batch_norm(norm: Any, x: Tensor) -> Tensor:

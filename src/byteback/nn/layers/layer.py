@@ -203,8 +203,9 @@ class Int8Layer(_Base):
             calls = self.int8_shared.calls
             if not calls.counting:
                 return 0
-            ordinal = calls.ordinals.get(id(self), 0)
-            calls.ordinals[id(self)] = ordinal + 1
+            ordinals = calls.ordinals
+            ordinal = ordinals.get(id(self), 0)
+            ordinals[id(self)] = ordinal + 1
         self.__dict__["int8_calls"] = ordinal + 1  # nn.Module would search its parameters for the name
         return min(ordinal, CALL_SLOTS - 1)
 
