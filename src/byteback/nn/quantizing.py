@@ -64,6 +64,13 @@ def _tracked_clip(layer: Int8Layer, slot: int) -> Tensor | None:
     return frozen.tracked_clip(layer, slot, counting)
 
 
+def known_clip(layer: Int8Layer, slot: int) -> Tensor | None:
+    """Returns the clip of the input of a frozen layer; None if it follows from the input, or if a block would not use it."""
+    if layer.training or layer.recipe.eval_clip == "batch" or not layer.quantizers.shares_input:
+        return None
+    return _tracked_clip(layer, max(slot, 0))
+
+
 def weight_as_int8(layer: Int8Layer, weight: Tensor) -> QTensor:
     """Returns the weight as int8. A frozen layer returns its stored copy."""
     if layer.int8_frozen is None or torch.compiler.is_compiling():

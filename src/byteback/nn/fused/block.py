@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from byteback import ops
-from byteback.nn.autograd import ConvProducts, Operands, backward_products, forward_operands, output_operands, refuse_second
+from byteback.nn.autograd import ConvProducts, Operands, backward_products, forward_operands, refuse_second
 from byteback.nn.fused.activations import WITH_MASK
 from byteback.nn.fused.norm import (
     batch_gradient,
@@ -30,13 +30,12 @@ from byteback.nn.fused.norm import (
     residual_of,
     scaled_gradient,
 )
+from byteback.nn.fused.prediction import predict, predict_in_float, predicts, predicts_in_float, reads_floats
 from byteback.nn.fused.shared_gradients import SharedGradient, shared_gradient
 from byteback.nn.fused.sources import (
     SHARED_RULE,
     LazyActivation,
-    OutputSpec,
     Poolable,
-    PredictionSource,
     Rounded,
     Source,
     attach_source,
@@ -44,8 +43,7 @@ from byteback.nn.fused.sources import (
     floats_of,
     materialize,
 )
-from byteback.nn.fused.step import Gradients, backward_step, find_plan, find_site, forward_step
-from byteback.nn.layers.weights import norm_as_given
+from byteback.nn.fused.step import Gradients, backward_step, find_site, forward_step
 from byteback.nn.quantizing import makes_pairs
 from byteback.nn.undo import current_step
 from byteback.nn.watching import saw_residual
@@ -131,9 +129,11 @@ def run_block(stages: Stages) -> Tensor:
     gamma, beta = (norm.gamma, norm.beta) if norm is not None else (None, None)
     sources: list[Source] = []
     with_grad = torch.is_grad_enabled()
-    if not with_grad and _predicts(stages):  # autograd would only cost time
-        output = _prediction(call.x, call.weight, call.bias, stages.residual, stages, sources)
-        return output if isinstance(output, LazyActivation) else attach_source(output, sources[0])
+    if not with_grad and not call.layer.training:  # autograd would only cost time
+        run = predict if predicts(stages) else predict_in_float if predicts_in_float(stages) else None
+        if run is not None:
+            output = run(call.x, call.weight, call.bias, stages.residual, stages, sources)
+            return output if isinstance(output, LazyActivation) else attach_source(output, sources[0])
     output = FusedBlock.apply(call.x, call.weight, call.bias, gamma, beta, stages.residual, stages, with_grad, sources)
     return output if isinstance(output, LazyActivation) else attach_source(output, sources[0])
 
@@ -165,8 +165,8 @@ class FusedBlock(Function):
     ) -> Tensor:
         call, needs = stages.call, ctx.needs_input_grad
         backs = with_grad and any(needs[:6])
-        if not backs and _predicts(stages):
-            return _prediction(x, weight, bias, residual, stages, sources)
+        if not backs and predicts(stages):
+            return predict(x, weight, bias, residual, stages, sources)
         site = find_site(x, weight, stages, _wants, needs) if backs and stages.by_batch else None
         stepped = None if site is None else forward_step(site, x, weight, residual, stages)
         if stepped is not None:
@@ -205,31 +205,6 @@ _NODE: Any = FusedBlock._backward_cls
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
-
-
-def _predicts(stages: Stages) -> bool:
-    """Whether nothing is learnt or remembered of this call, if no gradient is asked for."""
-    layer = stages.call.layer
-    return not (layer.training or stages.by_batch) and layer.runs_int8("output")
-
-
-def _prediction(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stages: Stages, sources: list[Source]
-) -> Tensor:
-    """Runs a block without gradient, with given statistics. Nothing, not even the product, is computed until it is read."""
-    call, block = stages.call, stages.call.block
-    operands = output_operands(x, weight, call.layer, call.slot)
-    a, b = norm_as_given(call.layer, stages.norm, bias, weight)
-    added = residual_of(residual, call.layer)
-    saw_residual(call.layer, added)
-    spec = OutputSpec(call.size, call.strides, _reads_floats(call))
-    plan = find_plan(call, operands[1], added, stages.activation)
-    source = PredictionSource(operands, call.products, a, b, added, stages.activation, spec, plan)
-    source.join_floats = block.join_feeds_other
-    sources.append(source)
-    if block.feeds_other and not block.feeds_conv and not torch.is_inference_mode_enabled():
-        return source.give()
-    return (Poolable if block.feeds_pool else LazyActivation)(source)
 
 
 def _by_operators(
@@ -281,12 +256,6 @@ def _stepped(ctx: Any, site: Any, stages: Stages, x: QTensor, added: Tensor | No
     return source
 
 
-def _reads_floats(call: Call) -> bool:
-    """Whether a reader other than a convolution needs the result as floats."""
-    block = call.block
-    return block.feeds_other or block.feeds_pool or (block.feeds_add and call.layer.recipe.residual_memory == "float32")
-
-
 def _is_pointwise(call: Call) -> bool:
     """Whether the convolution has one group and a kernel of one pixel. Its output is large beside its arithmetic.
 
@@ -307,7 +276,7 @@ def _travels_rounded(stages: Stages) -> bool:
     """Whether the result is stored as bfloat16: of what reads floats, there are only other blocks, which add it."""
     block, recipe = stages.call.block, stages.call.layer.recipe
     only_added = not (block.feeds_other or block.feeds_pool or block.feeds_join)
-    return recipe.stream == "bfloat16" and stages.by_batch and only_added and _reads_floats(stages.call)
+    return recipe.stream == "bfloat16" and stages.by_batch and only_added and reads_floats(stages.call)
 
 
 def _rounds_gradient(stages: Stages) -> bool:
@@ -330,7 +299,7 @@ def _wants(stages: Stages, backs: bool, needs_gamma: bool) -> Wants:
     layer, block = stages.call.layer, stages.call.block
     recipe = layer.recipe
     int8 = _own_clip(layer) and (block.feeds_conv or (block.feeds_add and recipe.residual_memory == "int8"))
-    floats, rounds = _reads_floats(stages.call), _rounds_y(stages)
+    floats, rounds = reads_floats(stages.call), _rounds_y(stages)
     dtypes = torch.bfloat16 if rounds else torch.float32, torch.bfloat16 if _travels_rounded(stages) else torch.float32
     if not backs:
         return Wants(int8, floats, False, None, *dtypes)

@@ -202,6 +202,18 @@ class Source:
         return torch.empty_strided(output.shape, self.strides, dtype=output.dtype, device=output.device).copy_(output)
 
 
+class FloatPrediction(Source):
+    """A block without gradient whose product is float. Its int8 copy is written together with the floats that will be read."""
+
+    floats = False
+
+    def write(self, clip: Tensor | None, want_float: bool, want_mask: bool = False) -> Tensor | None:
+        if self.output is not None and clip is not None:  # quantizing the float result gives the same integers
+            self._quantize(self.output, clip)
+            return None
+        return super().write(clip, want_float or self.floats, want_mask)
+
+
 class PredictionSource(Source):
     """A block without gradient: nothing is computed until the result is read.
 

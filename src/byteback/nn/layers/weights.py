@@ -24,6 +24,8 @@ from byteback.quantize import QTensor
 if TYPE_CHECKING:
     from byteback.nn.layers.layer import Int8Layer
 
+_CALLS = 256  # the most calls of one layer, with images of other sizes
+
 _NORMS = 16  # the most norms of one layer: it may be called in several places, with another norm after each
 
 Mark = tuple[tuple[int, int], ...]
@@ -41,6 +43,15 @@ class _Coefficients(NamedTuple):
     made: tuple[Tensor, Tensor]
 
 
+class Calls(dict[Any, Any]):
+    """What fused blocks know of the calls of one layer (nn/fused/prediction.py)."""
+
+    def keep(self, key: Any, known: Any) -> None:
+        if len(self) >= _CALLS:
+            self.clear()
+        self[key] = known
+
+
 class Frozen:
     """The int8 weight and norm coefficients of one frozen layer. A copy of the layer is frozen too and stores its own."""
 
@@ -48,6 +59,7 @@ class Frozen:
         self._weight: _Weight | None = None
         self._norms: dict[tuple[Mark, float], _Coefficients] = {}
         self._clips: dict[tuple[int, bool], Tensor | None] = {}
+        self.calls = Calls()
 
     def __reduce__(self) -> tuple[type[Frozen], tuple[()]]:
         return Frozen, ()
@@ -56,7 +68,7 @@ class Frozen:
         """Returns the int8 weight, which is quantized in the first call."""
         if layer._parameters.get("weight") is not weight:  # computed by a parametrization or a hook in each call
             return quantizing.fresh_weight(layer, weight)
-        mark, kept = _mark([weight]), self._weight
+        mark, kept = mark_of([weight]), self._weight
         if kept is None:
             with torch.inference_mode(False):  # an inference tensor could not be saved for a gradient of the input
                 kept = self._weight = _Weight(mark, weight.detach(), quantizing.fresh_weight(layer, weight))
@@ -72,7 +84,7 @@ class Frozen:
         """Returns given_coefficients(norm, bias, weight), computed once for each norm."""
         own = () if norm is None else (norm.gamma, norm.beta, *(norm.running or ()))
         given = [vector for vector in (bias, *own) if vector is not None]
-        key = _mark(given), -1.0 if norm is None else norm.eps
+        key = mark_of(given), -1.0 if norm is None else norm.eps
         kept = self._norms.get(key)
         if kept is None:
             if len(self._norms) == _NORMS:
@@ -148,7 +160,8 @@ def is_frozen(module: Any) -> bool:
     return isinstance(module.__dict__.get("int8_frozen"), Frozen)
 
 
-def _mark(tensors: list[Tensor]) -> Mark:
+def mark_of(tensors: list[Tensor]) -> Mark:
+    """Returns addresses and versions of tensors."""
     try:
         return tuple([(tensor.data_ptr(), tensor._version) for tensor in tensors])
     except RuntimeError:  # an inference tensor does not count its writes

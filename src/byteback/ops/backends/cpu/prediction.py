@@ -7,6 +7,7 @@ calculates for them is done once, in `make_prediction`.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -26,6 +27,10 @@ _native: Any = library.native
 _threads, _tensor_of, _FLOAT32 = torch.get_num_threads, allocator.tensor_of, torch.float32
 
 
+_Operands = tuple[tuple[Any, ...], tuple[int, int, int, int]]
+"""Tensors that are kept in memory, and the addresses of weight, its scale, a and b."""
+
+
 class Prediction:
     """The plan of a block, for inputs of one shape."""
 
@@ -39,28 +44,26 @@ class Prediction:
             output=(size, last_strides(size)),
         )
         self._refuses = False  # no kernel can do it
+        self._kept: _Operands | None = None
 
     def run(
         self, x: QTensor, w: QTensor, a: Tensor, b: Tensor, residual: Residual, clip: Tensor | None, want_float: bool
     ) -> Normalized | None:
         """Returns conv_normalize of this block; None if the caller must compute it."""
         values, scale, _, _ = x
-        if self._refuses or values.stride() != self._x_strides or scale.numel() != 1 or w.scale.numel() != 1:
-            return None
-        if not (is_flat(a, _FLOAT32, self._channels) and is_flat(b, _FLOAT32, self._channels)):
+        if self._refuses or values.stride() != self._x_strides or scale.numel() != 1:
             return None
         if residual is not None and (not isinstance(residual, Tensor) or residual.dtype is not _FLOAT32):
             return None  # int8, or bfloat16
-        weight = w.values if self._weight_is_last else rows_last(self._path, w.values)
+        kept = self._kept or self._operands(w, a, b)
+        if kept is None:
+            return None
         made = _native.predict_block(
             self._path,
             self._plan,
             known(values),
             known(scale),
-            known(weight),
-            known(w.scale),
-            known(a),
-            known(b),
+            *kept[1],
             last(residual, _FLOAT32, self._count),
             0,
             0 if clip is None else flat(clip, _FLOAT32, 1),
@@ -74,6 +77,18 @@ class Prediction:
         library.last_kernel, integers, one, counts, floats = made
         q = None if integers is None else QTensor(_tensor_of(integers), _tensor_of(one), _tensor_of(counts))
         return Normalized(q, None if floats is None else _tensor_of(floats))
+
+    def bound(self, w: QTensor, a: Tensor, b: Tensor) -> Prediction:
+        """Returns this plan for operands that stay the same and that nobody writes to: they are checked once."""
+        made = copy.copy(self)
+        made._kept = self._operands(w, a, b)
+        return made
+
+    def _operands(self, w: QTensor, a: Tensor, b: Tensor) -> _Operands | None:
+        if w.scale.numel() != 1 or not (is_flat(a, _FLOAT32, self._channels) and is_flat(b, _FLOAT32, self._channels)):
+            return None
+        weight = w.values if self._weight_is_last else rows_last(self._path, w.values)
+        return (weight, w, a, b), (known(weight), known(w.scale), known(a), known(b))
 
 
 def make_prediction(path: int, shape: PredictionShape) -> Prediction | None:
