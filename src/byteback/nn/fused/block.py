@@ -59,7 +59,10 @@ if TYPE_CHECKING:
     from byteback.recipes import Recipe
 
 Stage = Literal["conv", "norm", "add", "activation"]
-_READERS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other", "feeds_add")
+_READERS = (
+    *("feeds_conv", "feeds_dense", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other"),
+    "feeds_add",
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Block:
     join_feeds_conv: bool = False  # a convolution reads that concatenation, or may read it
     join_feeds_other: bool = False
     feeds_add: bool = False  # another block reads the result as its residual
+    feeds_dense: bool = False  # one of the convolutions is not depthwise
     # Set by `bound`. If one of these modules has a hook, the hook needs a tensor inside the block.
     swallowed: tuple[nn.Module, ...] = field(default=(), compare=False)
 
@@ -330,14 +334,15 @@ def _wants(stages: Stages, backs: bool, needs_gamma: bool) -> Wants:
     layer, block = stages.call.layer, stages.call.block
     recipe = layer.recipe
     int8 = _own_clip(layer) and (block.feeds_conv or (block.feeds_add and recipe.residual_memory == "int8"))
+    packed = int8 and block.feeds_dense and recipe.grad_weight
     floats, rounds = _reads_floats(stages.call), _rounds_y(stages)
     dtypes = torch.bfloat16 if rounds else torch.float32, torch.bfloat16 if _travels_rounded(stages) else torch.float32
     if not backs:
-        return Wants(int8, floats, False, None, *dtypes)
+        return Wants(int8, floats, False, None, *dtypes, packed)
     as_it_is = "bfloat16" if rounds else "float32"
     keep = recipe.norm_memory if stages.by_batch and recipe.norm_memory not in ("float32", as_it_is) else None
     masks = stages.residual is not None or keep is not None or not _backward_reads_y(stages, needs_gamma)
-    return Wants(int8, floats, masks and stages.activation in WITH_MASK, keep, *dtypes)
+    return Wants(int8, floats, masks and stages.activation in WITH_MASK, keep, *dtypes, packed)
 
 
 def _own_clip(layer: Int8Layer) -> bool:
@@ -359,9 +364,9 @@ def _by_batch(
     """
     call, norm, activation = stages.call, stages.norm, stages.activation
     assert norm is not None
-    want_int8, want_float, want_mask, keep, y_dtype, dtype = wants
+    want_int8, want_float, want_mask, keep, y_dtype, dtype, packed = wants
     named: dict[str, Any] = {"want_int8": want_int8, "want_float": want_float, "want_mask": want_mask, "keep": keep}
-    named["output_dtype"] = dtype
+    named |= {"output_dtype": dtype, "want_packed": packed}
     if isinstance(product, Tensor):
         y, made = product, ops.normalize_batch(product, norm, added, activation, **named)
     else:

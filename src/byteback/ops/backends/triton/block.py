@@ -11,7 +11,7 @@ from torch import Tensor
 from byteback.ops.activations import TABLE
 from byteback.ops.backends import reference
 from byteback.ops.backends.reference.block import stored_as
-from byteback.ops.backends.triton import products
+from byteback.ops.backends.triton import packing, products
 from byteback.ops.backends.triton.kernels import norm as kernels
 from byteback.ops.backends.triton.launch import blocks, fits, launch, power_of_two
 from byteback.ops.backends.triton.norm import norm_coefficients
@@ -28,6 +28,15 @@ def rows_and_tile(x: Tensor) -> tuple[int, int, dict[str, int]]:
     width = power_of_two(c, 8, 64)
     rows = x.numel() // c
     return rows, c, {"BR": height(rows, width, x.device), "BC": width}
+
+
+def pass_over(x: Tensor, packs: bool) -> tuple[int, int, dict[str, int], tuple[int, int]]:
+    """Returns rows_and_tile and the grid of a pass, which may write a packed copy of its integers."""
+    rows, c, tile = rows_and_tile(x)
+    images, pixels = x.shape[0], rows // x.shape[0]
+    if packs:
+        tile["BR"] = packing.height(pixels, tile["BC"], x.device)
+    return rows, c, tile, (packing.grid_of(images, pixels, tile["BR"], packs), blocks(c, tile["BC"]))
 
 
 def empty_last(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,9 +58,10 @@ def _pass(
     peak: Tensor | None = None,
     kept: tuple[Tensor, Tensor, Tensor] | None = None,
     pitch: int = 0,
+    packed: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Runs the pass and writes to the given tensors. Returns the scale and the counts of the integers."""
-    rows, c, tile = rows_and_tile(x)
+    rows, c, tile, grid = pass_over(x, packed is not None)
     added, added_scale, kind = (x, a, 0)
     if isinstance(residual, QTensor):
         added, added_scale, kind = (residual.values, residual.scale, 2)
@@ -60,12 +70,12 @@ def _pass(
     scale = counts = None
     if clip is not None:
         scale, counts = clip.new_empty((1,) * x.dim()), new_counts(x)[0]
-    given: list[Any] = [clip, values, scale, output, mask, counts, peak, *(kept or (None, None, None))]
+    given: list[Any] = [clip, values, packed, scale, output, mask, counts, peak, *(kept or (None, None, None))]
     launch(
         kernels.normalize,
-        (blocks(rows, tile["BR"]), blocks(c, tile["BC"])),
+        grid,
         *(x, a, b, added, added_scale, *(x if tensor is None else tensor for tensor in given)),
-        *(rows, c, pitch or c, (c + 7) // 8),
+        *(rows, rows // x.shape[0], c, pitch or c, (c + 7) // 8),
         RESIDUAL=kind,
         ACT=TABLE[activation].number,
         INT8=values is not None,
@@ -73,6 +83,7 @@ def _pass(
         MASK=mask is not None,
         PEAK=peak is not None,
         KEEP=kept is not None,
+        PACKS=packed is not None,
         **tile,
     )
     return scale, counts
@@ -105,12 +116,13 @@ def normalize(
     keep: str | None,
     extremes: Extremes | None,
     into: Into | None,
+    packs: bool = False,
 ) -> Normalized:
     places = (None, None, 0) if into is None else into
     is_plain = fits(x) and not _is_rounded(x, residual)
     if not is_plain or places[2] * x.numel() // max(x.shape[1], 1) >= 2**31:
         return reference.normalize(x, a, b, residual, activation, clip, want_float, want_mask, keep, extremes, into)
-    output = values = mask = packed = None
+    output = values = mask = around = None
     if want_float:
         output = empty_last(x, torch.float32) if places[1] is None else places[1]
     if clip is not None:
@@ -121,7 +133,7 @@ def normalize(
     if keep is not None and extremes is None:
         kept = x.to(torch.bfloat16)
     elif extremes is not None:
-        kept = packed = empty_last(x, torch.int8), _keep_step(extremes), extremes[2]
+        kept = around = empty_last(x, torch.int8), _keep_step(extremes), extremes[2]
     pitch = 0
     for place, whole in ((places[0], values), (places[1], output)):
         pitch = places[2] if place is not None and whole is not None else pitch
@@ -132,11 +144,11 @@ def normalize(
         and not (places[0] is not None and places[1] is not None)
     ):
         return reference.normalize(x, a, b, residual, activation, clip, want_float, want_mask, keep, extremes, into)
-    packs = None if packed is None else (packed[0], packed[2], packed[1])
-    scale, counts = _pass(
-        x, a, b, residual, activation, clip=clip, output=output, values=values, mask=mask, kept=packs, pitch=pitch
-    )
-    q = None if values is None or scale is None else QTensor(values, scale, counts)
+    stored = None if around is None else (around[0], around[2], around[1])
+    packed = packing.new_packed(x, packs and values is not None and into is None)
+    made: dict[str, Any] = {"clip": clip, "output": output, "values": values, "mask": mask, "kept": stored}
+    scale, counts = _pass(x, a, b, residual, activation, **made, pitch=pitch, packed=packed)
+    q = None if values is None or scale is None else packing.with_packed(QTensor(values, scale, counts), packed)
     return Normalized(q, output, mask, kept)
 
 
@@ -165,7 +177,8 @@ def normalize_batch(x: Tensor, norm: BatchNorm, residual: Residual, activation: 
     if any(wants[:4]):
         clip = peak if wants.int8 else None
         extremes = (stats[2], stats[3], mean.float()) if wants.keep == "int8" else None
-        made = normalize(x, a, b, residual, activation, clip, wants.float, wants.mask, wants.keep, extremes, None)
+        which = clip, wants.float, wants.mask, wants.keep, extremes, None, wants.packed
+        made = normalize(x, a, b, residual, activation, *which)
     return made._replace(norm=NormState(a, b, mean, invstd, peak if is_known or wants.int8 else None))
 
 

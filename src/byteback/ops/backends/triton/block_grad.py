@@ -10,7 +10,8 @@ from torch import Tensor
 
 from byteback.ops.activations import MASK_GATE, TABLE
 from byteback.ops.backends import reference
-from byteback.ops.backends.triton.block import empty_last, rows_and_tile
+from byteback.ops.backends.triton import packing
+from byteback.ops.backends.triton.block import empty_last, pass_over, rows_and_tile
 from byteback.ops.backends.triton.kernels import norm_grad as kernels
 from byteback.ops.backends.triton.launch import blocks, fits, launch
 from byteback.ops.backends.triton.quantize import new_counts
@@ -83,10 +84,12 @@ def run_gradient(
     tails: tuple[Tensor, ...] | None = None,
     key: Tensor | None = None,
     when: Tensor | None = None,
+    packed: Tensor | None = None,
 ) -> None:
-    """Runs one pass over dx and writes what is given: floats, values with clip, scale and counts, the maximum, tails."""
+    """Runs one pass over dx and writes what is given: floats, values with clip, scale and counts, the maximum, tails, and a
+    packed copy of `each`, or of `one`."""
     g, x, a, b, mask, activation, p, q, r = parts
-    rows, c, size = rows_and_tile(g)
+    rows, c, size, grid = pass_over(g, packed is not None)
     saved, kind = _saved(x, g)
 
     def known(tensors: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
@@ -94,11 +97,12 @@ def run_gradient(
 
     given = [g if tensor is None else tensor for tensor in (a, b, mask)]
     places: list[Any] = [g if out is None else out, *known(one), *known(each), g if peak is None else peak, *known(tails)]
+    places += [g if tensor is None else tensor for tensor in (key, when, packed)]
     launch(
         kernels.gradient,
-        (blocks(rows, size["BR"]), blocks(c, size["BC"])),
-        *(g, *saved, *given, p, q, r, *places, g if key is None else key, g if when is None else when),
-        *(rows, c, (c + 7) // 8),
+        grid,
+        *(g, *saved, *given, p, q, r, *places),
+        *(rows, rows // g.shape[0], c, (c + 7) // 8),
         KEPT=kind,
         GATE=_gate(mask, activation),
         FLOAT=out is not None,
@@ -108,6 +112,7 @@ def run_gradient(
         PEAK=0 if peak is None else 1 if peak.numel() == 1 and peak.dim() == 0 else 2,
         NOISE=key is not None,
         IF=when is not None,
+        PACKS=packed is not None,
         **size,
     )
 
@@ -144,14 +149,15 @@ def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | No
 
 @torch.no_grad()
 def normalize_grad_quantize_pair(
-    parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
+    parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None, packs: bool = False
 ) -> tuple[QTensor, QTensor]:
     if not _runs(parts.g):
         return reference.normalize_grad_quantize_pair(parts, clip, clip_per_channel, key)
     *one, peak = new_copy(parts.g, clip)
     *each, _ = new_copy(parts.g, clip_per_channel)
-    run_gradient(parts, one=tuple(one), each=tuple(each), peak=peak, key=key)
-    return _copied(one, peak), _copied(each, peak)
+    packed = packing.new_packed(parts.g, packs)
+    run_gradient(parts, one=tuple(one), each=tuple(each), peak=peak, key=key, packed=packed)
+    return _copied(one, peak), packing.with_packed(_copied(each, peak), packed)
 
 
 @torch.no_grad()

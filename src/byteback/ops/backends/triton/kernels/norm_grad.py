@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from byteback.ops.backends.triton.kernels.activations import gated
+from byteback.ops.backends.triton.kernels.packing import rows_of, store_packed
 from byteback.ops.backends.triton.kernels.rounding import count_bad, scale_of, size_bits, to_int8
 
 
@@ -77,22 +78,25 @@ def sums(
 def gradient(
     g, x, step, centre, a, b, mask, p, q, r,
     out, one, one_clip, one_scale, one_counts, each, each_clip, each_scale, each_counts,
-    peak, tail, tail_one, each_threshold, one_threshold, key, when,
-    ROWS, C, MASK_PITCH,
+    peak, tail, tail_one, each_threshold, one_threshold, key, when, packed,
+    ROWS, P, C, MASK_PITCH,
     KEPT: tl.constexpr, GATE: tl.constexpr, FLOAT: tl.constexpr, ONE: tl.constexpr, EACH: tl.constexpr,
-    TAILS: tl.constexpr, PEAK: tl.constexpr, NOISE: tl.constexpr, IF: tl.constexpr,
+    TAILS: tl.constexpr, PEAK: tl.constexpr, NOISE: tl.constexpr, IF: tl.constexpr, PACKS: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """One pass over dx: as floats (FLOAT), as int8 by one clip (ONE) and by a clip per channel (EACH).
 
-    PEAK: 1 raises the maximum of the tensor, 2 that of each channel. TAILS counts |dx| beyond two thresholds.
+    PEAK: 1 raises the maximum of the tensor, 2 that of each channel. TAILS counts |dx| beyond two thresholds. PACKS also writes
+    the integers packed by 16 images (packing.py): those by a clip per channel if there are both.
     """
     if IF:
         if tl.load(when) == 0:
             return
-    row = tl.program_id(0) * BR + tl.arange(0, BR)[:, None]
-    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
-    ok = (row < ROWS) & (c < C)
+    row, is_pixel = rows_of(tl.program_id(0), P, BR, PACKS)
+    row = row[:, None]
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    c = channel[None, :]
+    ok = is_pixel[:, None] & (row < ROWS) & (c < C)
     at = row * C + c
     v = _kept(x, step, centre, at, c, ok, C, KEPT)
     gm = _masked(g, v, a, b, mask, row, c, ok, C, MASK_PITCH, GATE)
@@ -104,14 +108,17 @@ def gradient(
     if ONE:
         limit = tl.load(one_clip + c * 0)
         tl.store(one_scale + c * 0, scale_of(limit), mask=(c == 0) & first)
-        tl.store(one + at, to_int8(dx, limit, key, row, c, C, NOISE), mask=ok)
+        values = to_int8(dx, limit, key, row, c, C, NOISE)
+        tl.store(one + at, values, mask=ok)
         count_bad(dx, limit, ok, one_counts)
     if EACH:
         limit = tl.load(each_clip + c, mask=c < C, other=1.0)
         tl.store(each_scale + c, scale_of(limit), mask=(c < C) & first)
-        tl.store(each + at, to_int8(dx, limit, key, row, c, C, NOISE), mask=ok)
+        values = to_int8(dx, limit, key, row, c, C, NOISE)
+        tl.store(each + at, values, mask=ok)
         count_bad(dx, limit, ok, each_counts)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    if PACKS:
+        store_packed(packed, tl.where(ok, values, 0), tl.program_id(0), channel, P, C, BR, BC)
     bits = tl.where(ok, size_bits(dx), 0)
     if PEAK == 1:
         tl.atomic_max(peak, tl.max(tl.max(bits, 1), 0), sem="relaxed")
