@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import byteback
 from byteback import ops
 from byteback.ops import quantizer
-from byteback.ops.backends import reference
+from byteback.ops.backends import paths, reference
 from byteback.ops.backends.triton import block_grad, packing, products, tiles
 from byteback.ops.backends.triton.block import normalize
 from byteback.ops.backends.triton.quantize import quantize_packing

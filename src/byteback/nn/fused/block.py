@@ -412,8 +412,6 @@ def _gradients(
     """Returns the gradients of the inputs of the block. Those of x and of the residual may wait for other readers."""
     saved = ctx.saved_tensors  # read once, because unpacking may recompute the tensors
     g, needs = floats_of(grad_output), ctx.needs_input_grad
-    if g.dtype is not torch.float32 and not g.is_cpu:  # kernels on GPUs read float32
-        g = g.float()
     mask = saved[6] if of_residual is not None and of_residual.will_wait(ctx) else None  # else gm is written
     masks = needs[5] and ctx.activation != "none" and mask is None
     waiting = None if of_input is None else of_input.take()

@@ -13,9 +13,6 @@ from byteback.ops.backends.triton.launch import MOST_ELEMENTS, blocks, power_of_
 from byteback.ops.contract.packing import GROUP, packed_size
 from byteback.ops.types import PackedQTensor, QTensor
 
-_PIXELS = 4
-"""Of each of 16 images in a tile of 64 channels."""
-
 
 def fits_packed(size: torch.Size) -> bool:
     """Whether the kernels can address every element of the packed copy of a tensor of this size."""
@@ -35,10 +32,13 @@ def new_packed(like: Tensor, packs: bool) -> Tensor | None:
     return torch.empty(packed_size(like.shape), dtype=torch.int8, device=like.device)
 
 
-def height(pixels: int, width: int, device: torch.device, share: int = 1) -> int:
-    """Returns how many rows a tile of this width has. The interpreter takes many at once (tiles.height)."""
-    most = max(_PIXELS * 64 // width // share, 1) if device.type != "cpu" else max(8192 // width // GROUP, 1)
-    return GROUP * power_of_two(pixels, 1, most)
+def height(pixels: int, width: int, device: torch.device) -> int:
+    """Returns how many rows a tile of this width has: 16 images of a pixel, or of more pixels if there are few channels.
+
+    A pixel of 64 channels is 1,024 bytes in a row in the packed copy. The interpreter takes many at once (tiles.height).
+    """
+    most = (1024 if device.type != "cpu" else 8192) // width // GROUP
+    return GROUP * power_of_two(pixels, 1, max(most, 1))
 
 
 def grid_of(images: int, pixels: int, rows: int, packs: bool) -> int:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from byteback.ops.backends import reference
+from byteback.ops.backends.reference.block import stored_as
 from byteback.ops.backends.triton import gathered, tiles
 from byteback.ops.backends.triton.kernels import conv_grad_input, conv_grad_weight, conv_output, depthwise
-from byteback.ops.backends.triton.launch import blocks, fits, launch, power_of_two
+from byteback.ops.backends.triton.launch import MOST_ELEMENTS, blocks, fits, launch, power_of_two
 from byteback.ops.backends.triton.packing import fits_packed
 from byteback.ops.backends.triton.plan import Plan, Scaled, plan_of, rows_of
 from byteback.ops.contract import packing
@@ -29,19 +30,25 @@ from byteback.ops.types import Geometry, ProductCall
 _G = conv_grad_weight.GROUP
 
 
-@torch.no_grad()
 def product(call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    return product_as(torch.float32, call, a, a_scale, b, b_scale)
+
+
+@torch.no_grad()
+def product_as(dtype: torch.dtype, call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """A product as float32, or rounded to bfloat16 when it is written."""
     plan: Plan = call.plan
-    result = torch.empty_strided(call.size, call.strides, dtype=torch.float32, device=a.device)
     own = plan.depthwise or tiles.multiplies_int8(a.device)
     packs = own and not plan.depthwise and call.kind == "grad_weight"
     readable = (fits_packed(a.shape) and fits_packed(b.shape)) if packs else own or gathered.fits(plan)
-    if plan.reference or not fits(a, b, result) or not readable:
-        return reference.product(call, a, a_scale, b, b_scale)
+    if plan.reference or not fits(a, b) or not 0 < math.prod(call.size) <= MOST_ELEMENTS or not readable:
+        return stored_as(reference.product(call, a, a_scale, b, b_scale), dtype)
+    writes = dtype is torch.float32 or (own and call.kind == "output" and not plan.depthwise)
+    result = torch.empty_strided(call.size, call.strides, dtype=dtype if writes else torch.float32, device=a.device)
     factor = combine_scales(call.kind, a_scale, b_scale, call.groups, call.channels).contiguous()
     scaled = factor, *(factor.stride(axis) if factor.shape[axis] > 1 else 0 for axis in (0, 1))
     (_RUN if own else _GATHERED)[call.kind](plan, a, b, result, scaled)
-    return result
+    return result if writes else stored_as(result, dtype)
 
 
 @torch.no_grad()
@@ -74,16 +81,17 @@ def _output(plan: Plan, x: Tensor, w: Tensor, y: Tensor, scaled: Scaled) -> None
         _depthwise(depthwise.output, plan, rows, tensors, where)
         return
     cg, kg = plan.c // plan.groups, plan.k // plan.groups
-    tile = tiles.choose(rows, kg, cg, tiles.multiprocessors(x.device))
+    tile, rounds = tiles.choose(rows, kg, cg, tiles.multiprocessors(x.device)), y.dtype is torch.bfloat16
     launch(
         conv_output.conv_output,
         (blocks(rows, tile.rows) * blocks(kg, tile.columns), plan.groups),
-        *(rows_of(x), rows_of(w), y, factor),
+        *(rows_of(x), rows_of(w), y.view(torch.int16) if rounds else y, factor),
         *(*plan.image, plan.c, kg, cg, *plan.out, *plan.steps, *where),
         **plan.constants(),
         **_tile(tile),
         GROUP=8,
         IMAGES=f0 != 0,
+        ROUNDS=rounds,
     )
 
 

@@ -16,6 +16,7 @@ from byteback.ops.backends.triton.kernels.rounding import (
     raise_peak,
     scale_of,
     size_bits,
+    to_bfloat16,
     to_int8,
 )
 
@@ -77,11 +78,12 @@ def coefficients(
 def normalize(
     x, a, b, residual, residual_scale, clip, q, packed, scale, out, mask, counts, peak, kept, centre, step_of,
     ROWS, P, C, PITCH, MASK_PITCH,
-    RESIDUAL: tl.constexpr, ACT: tl.constexpr,
+    RESIDUAL: tl.constexpr, ACT: tl.constexpr, ROUNDS: tl.constexpr,
     INT8: tl.constexpr, FLOAT: tl.constexpr, MASK: tl.constexpr, PEAK: tl.constexpr, KEEP: tl.constexpr,
     PACKS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One pass. ACT is the number of the activation. RESIDUAL: 0 none, 1 float32, 2 int8 with one scale.
+    """One pass. ACT is the number of the activation. RESIDUAL: 0 none, 1 floats, 2 int8 with one scale. It reads floats that are
+    float32 or bfloat16. ROUNDS: out is the bits of bfloat16. KEEP: 1 stores x as int8 around a centre, 2 as bits of bfloat16.
 
     PITCH is the distance of pixels in q and out. PACKS also writes the integers packed by 16 images (packing.py).
     """
@@ -91,10 +93,10 @@ def normalize(
     c = channel[None, :]
     ok = is_pixel & (row < ROWS) & (c < C)
     at = row * C + c
-    v = tl.load(x + at, mask=ok, other=0.0)
+    v = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
     z = tl.load(a + c, mask=c < C, other=0.0) * v + tl.load(b + c, mask=c < C, other=0.0)
     if RESIDUAL == 1:
-        z = z + tl.load(residual + at, mask=ok, other=0.0)
+        z = z + tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
     if RESIDUAL == 2:
         z = z + tl.load(residual + at, mask=ok, other=0).to(tl.float32) * tl.load(residual_scale)
     y = activated(z, ACT)
@@ -102,7 +104,10 @@ def normalize(
     if PEAK:
         raise_peak(y, ok, peak)
     if FLOAT:
-        tl.store(out + to, y, mask=ok)
+        if ROUNDS:
+            tl.store(out + to, to_bfloat16(y), mask=ok)
+        else:
+            tl.store(out + to, y, mask=ok)
     if INT8:
         limit = tl.load(clip + c * 0)
         tl.store(scale + c * 0, scale_of(limit), mask=(c == 0) & (tl.program_id(0) == 0))
@@ -121,10 +126,19 @@ def normalize(
         byte = tl.program_id(1) * (BC // 8) + tl.arange(0, BC // 8)[None, :]
         inside = is_pixel & (row < ROWS) & (byte < MASK_PITCH)
         tl.store(mask + row * MASK_PITCH + byte, tl.sum(bit, 2).to(tl.uint8), mask=inside)
-    if KEEP:
+    if KEEP == 2:
+        tl.store(kept + at, to_bfloat16(v), mask=ok)
+    if KEEP == 1:
         step = tl.load(step_of + c, mask=c < C, other=1.0)
         away = (v - tl.load(centre + c, mask=c < C, other=0.0)) * tl.div_rn(tl.zeros_like(step) + 1.0, step)
         tl.store(kept + at, tl.where(away != away, 0.0, nearest(clamped(away))).to(tl.int8), mask=ok)
+
+
+@triton.jit
+def rounded(x, out, TOTAL, B: tl.constexpr):
+    """out = the bits of x as bfloat16."""
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + at, to_bfloat16(tl.load(x + at, mask=at < TOTAL, other=0.0)), mask=at < TOTAL)
 
 
 @triton.jit

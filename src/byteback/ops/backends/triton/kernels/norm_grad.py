@@ -2,7 +2,7 @@
 """The backward passes of a fused block: sums per channel, then dx = (p·gm + q·x) + r as floats or integers.
 
 gm is g times the derivative of the activation: by the bits of a mask (GATE 1), or by z = a·x + b (GATE 2 to 6: activations.py).
-KEPT says how x was saved: 0 float32, 1 bfloat16, 2 int8 with a step and a centre per channel.
+KEPT says how x was saved: 0 float32, 1 bfloat16, 2 int8 with a step and a centre per channel. g is float32 or bfloat16.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from byteback.ops.backends.triton.kernels.activations import gated
 from byteback.ops.backends.triton.kernels.packing import rows_of, store_packed
-from byteback.ops.backends.triton.kernels.rounding import count_bad, scale_of, size_bits, to_int8
+from byteback.ops.backends.triton.kernels.rounding import count_bad, scale_of, size_bits, to_bfloat16, to_int8
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def waiting(x, g, mask, out, ROWS, C, MASK_PITCH, GATE: tl.constexpr, BR: tl.con
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     ok = (row < ROWS) & (c < C)
     gm = _masked(g, 0.0, g, g, mask, row, c, ok, C, MASK_PITCH, GATE)
-    tl.store(out + row * C + c, tl.load(x + row * C + c, mask=ok, other=0.0) + gm, mask=ok)
+    tl.store(out + row * C + c, tl.load(x + row * C + c, mask=ok, other=0.0).to(tl.float32) + gm, mask=ok)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def sums(
     g, x, step, centre, a, b, mask, masked, part, ROWS, C, MASK_PITCH, SUMS,
     KEPT: tl.constexpr, GATE: tl.constexpr, STORE: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Σgm, Σ gm·x and Σgm² of blocks of 64 rows: part (3, blocks, C). STORE also writes gm."""
+    """Σgm, Σ gm·x and Σgm² of blocks of 64 rows: part (3, blocks, C). STORE: 1 also writes gm, 2 the bits of gm as bfloat16."""
     first = (tl.program_id(0) * BB + tl.arange(0, BB)[:, None]) * 64
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     total = tl.zeros((BB, BC), tl.float64)
@@ -59,8 +59,10 @@ def sums(
         ok = (row < ROWS) & (c < C)
         v = _kept(x, step, centre, row * C + c, c, ok, C, KEPT)
         gm = _masked(g, v, a, b, mask, row, c, ok, C, MASK_PITCH, GATE)
-        if STORE:
+        if STORE == 1:
             tl.store(masked + row * C + c, gm, mask=ok)
+        if STORE == 2:
+            tl.store(masked + row * C + c, to_bfloat16(gm), mask=ok)
         wide = gm.to(tl.float64)
         product, square = wide * tl.where(ok, v, 0.0).to(tl.float64), wide * wide
         # The first row starts the sum, so that a sum of -0 stays -0.
