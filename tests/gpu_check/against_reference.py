@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from byteback.ops.backends import reference, triton
+from byteback.ops.backends.triton import quantize as quantize_kernels
 from byteback.ops.backends.triton import tiles
 from byteback.ops.backends.triton.kernels import conv_grad_weight
 from byteback.ops.backends.triton.launch import launch
 from byteback.ops.contract import layout
+from byteback.ops.contract.packing import packed
 from byteback.ops.products import _output_size
-from byteback.ops.types import ProductCall
+from byteback.ops.types import ProductCall, for_grad_weight
 from same_bits import assert_same_bits, drawn, integers
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -69,6 +71,17 @@ def quantize(axis: int, noise: bool, last: bool = True) -> None:
     clip = reference.absmax(torch.nan_to_num(x, 0.0, 2.0, -2.0), axis) * 0.6
     key = reference.noise_key(torch.tensor(-5), torch.tensor(3), torch.tensor(2**33 + 1), 0) if noise else None
     assert_same_bits(triton.quantize(x, clip, key), reference.quantize(x, clip, key))
+
+
+def quantize_packing() -> None:
+    """Compares both copies of quantize: the integers, and those packed by 16 images, of which two are missing."""
+    x = drawn((30, 11, 3, 5), torch.Generator().manual_seed(0), bad=True)
+    clip = reference.absmax(torch.nan_to_num(x, 0.0, 2.0, -2.0), 1) * 0.6
+    key = reference.noise_key(torch.tensor(-5), torch.tensor(3), torch.tensor(2**33 + 1), 0)
+    q, expected = quantize_kernels.quantize_packing(x, clip, key, True), reference.quantize(x, clip, key)
+    assert_same_bits(q, expected)
+    if tiles.multiplies_int8(x.device):
+        assert_same_bits(for_grad_weight(q), packed(expected.values))
 
 
 def sum_of_slices() -> None:

@@ -41,6 +41,7 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -112,7 +113,9 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def train(recipe: str, batch: int = 128, pixels: int = 112, build: Callable[[], nn.Module] = Net) -> None:
+def train(
+    recipe: str | byteback.recipes.Recipe, batch: int = 128, pixels: int = 112, build: Callable[[], nn.Module] = Net
+) -> None:
     """Two training steps on meta tensors. The flags of NaN, which the optimizer's hook looks at once, are not asked for."""
     torch.manual_seed(0)
     chosen = replace(byteback.recipes.resolve(recipe), on_nonfinite="propagate")

@@ -5,6 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
+
+import byteback
+from byteback.ops.backends.triton.quantize import quantize_packing
+from byteback.ops.contract.layout import channels_last
 from gpu_check.compiled import AMD, NVIDIA, TURING, Code, inspected
 from gpu_check.recorded import Launch, recording, train
 
@@ -20,19 +25,24 @@ _S8 = {"sm": r"(mma\.sync|wgmma\.mma_async).*s32\.s8\.s8", "gfx": r"v_mfma_i32_\
 def recorded() -> list[Launch]:
     """Returns what a training step in both recipes launches, each kernel with its constants once."""
     seen: dict[Launch, int] = {}
-    for recipe in RECIPES:
+    for recipe in (*RECIPES, byteback.UnifiedInt8(stream="bfloat16")):
         with recording() as launches:
             train(recipe)
         seen |= launches
-    return list(seen)
+    with recording() as launches:  # of a layer without a block
+        x = channels_last(torch.empty(128, 64, 28, 28, device="meta"))
+        quantize_packing(x, x.new_empty(1, 64, 1, 1), torch.empty(2, dtype=torch.int64, device="meta"), True)
+    return list(seen | launches)
 
 
 def core(launches: Iterable[Launch]) -> list[Launch]:
-    """Returns all launches of products, and one of each other kernel and activation: that with most constants set."""
+    """Returns all launches of products, and one of each other kernel and activation, with and without bfloat16: that with most
+    constants set."""
     chosen: dict[object, Launch] = {}
     for made in launches:
         activation = tuple(value for name, value in made.constants if name in ("ACT", "GATE"))
-        key = made if made.name in PRODUCTS else (made.name, activation)
+        half = any(kind in ("*bf16", "*i16") for kind in made.types)
+        key = made if made.name in PRODUCTS else (made.name, activation, half)
         if key not in chosen or _switched_on(made) > _switched_on(chosen[key]):
             chosen[key] = made
     return list(chosen.values())

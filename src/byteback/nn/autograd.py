@@ -31,6 +31,7 @@ from byteback.nn.quantizing import Begun, quantize_gradient, quantize_input, wei
 from byteback.nn.undo import current_step, undo_step
 from byteback.nn.watching import saw_input
 from byteback.ops.contract import layout
+from byteback.ops.types import for_grad_weight
 from byteback.quantize import Gradient, NonFiniteError, QTensor, floats_of
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class ConvProducts(NamedTuple):
         return ops.conv_int8_grad_input(g.values, g.scale, w.values, w.scale, input_size, *self)
 
     def grad_weight(self, g: QTensor, x: QTensor, weight_size: list[int]) -> Tensor:
-        return ops.conv_int8_grad_weight(g.values, g.scale, x.values, x.scale, weight_size, *self)
+        return ops.conv_int8_grad_weight(for_grad_weight(g), g.scale, x.values, x.scale, weight_size, *self)
 
     def float_output(self, x: Tensor, w: Tensor) -> Tensor:
         conv = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.dim()]
@@ -162,7 +163,7 @@ def forward_operands(
     if int8_output:
         assert x_q is not None and w_q is not None
         operands = x_q, w_q
-    x_kept = x_q if x_q is not None and for_weight and int8_weight else (None, None)
+    x_kept = (for_grad_weight(x_q), x_q.scale) if x_q is not None and for_weight and int8_weight else (None, None)
     w_kept = w_q if w_q is not None and for_input and int8_input else (None, None)
     x_float = materialize(x) if for_weight and not int8_weight else None
     w_float = weight if for_input and not int8_input else None

@@ -169,12 +169,14 @@ def normalize_batch(
     want_mask: bool,
     keep: str | None = None,
     output_dtype: torch.dtype = torch.float32,
+    want_packed: bool = False,
 ) -> Normalized:
     """Computes the norm of x with batch statistics, and `normalize` with it. The clip of the int8 result is its maximum.
 
     `keep` ("bfloat16" or "int8") also returns `pack_norm` of x, by the extremes and means of the batch. Updates the running
     statistics. The peak is known if `want_int8` is set, or without a residual if the activation is monotone. With
-    `output_dtype` bfloat16 the float result is rounded when it is written; the int8 result is made of what it was before.
+    `output_dtype` bfloat16 the float result is rounded when it is written; the int8 result is made of what it was before. With
+    `want_packed`, a GPU also writes a packed copy of the int8 result (PackedQTensor).
 
     >>> norm = BatchNorm(None, None, None, 0.0, None, 0.1)
     >>> result = normalize_batch(
@@ -188,7 +190,7 @@ def normalize_batch(
     norm, residual = _check_batch(op, x.shape, norm, residual, activation, keep)
     check_stored(op, output_dtype=output_dtype)
     backend = backend_for(op, x, *_vectors(norm), *tensors_of(residual))
-    wants = Wants(want_int8, want_float, want_mask, keep, x.dtype, output_dtype)
+    wants = Wants(want_int8, want_float, want_mask, keep, x.dtype, output_dtype, want_packed)
     return backend.normalize_batch(x, norm, residual, activation, wants)
 
 
@@ -208,6 +210,7 @@ def conv_normalize_batch(
     keep: str | None = None,
     output_dtype: torch.dtype = torch.float32,
     y_dtype: torch.dtype = torch.float32,
+    want_packed: bool = False,
 ) -> tuple[Tensor, Normalized]:
     """Returns y = conv_int8(x, x_scale, w, w_scale, *geometry), channels last, and normalize_batch(y, norm, ...).
 
@@ -229,10 +232,11 @@ def conv_normalize_batch(
         y = channels_last(conv_int8(*operands, *geometry))
         y = to_bfloat16(y) if y_dtype is torch.bfloat16 else y
         wanted: dict[str, Any] = {"want_int8": want_int8, "want_float": want_float, "want_mask": want_mask}
-        return y, normalize_batch(y, norm, residual, activation, **wanted, keep=keep, output_dtype=output_dtype)
+        wanted |= {"keep": keep, "output_dtype": output_dtype, "want_packed": want_packed}
+        return y, normalize_batch(y, norm, residual, activation, **wanted)
     call = output_call(backend, *operands, geometry)
     norm, residual = _check_batch(op, call.size, norm, residual, activation, keep)
-    wants = Wants(want_int8, want_float, want_mask, keep, y_dtype, output_dtype)
+    wants = Wants(want_int8, want_float, want_mask, keep, y_dtype, output_dtype, want_packed)
     return backend.conv_normalize_batch(call, operands, norm, residual, activation, wants)
 
 

@@ -18,7 +18,7 @@ from byteback.ops.backends import meta, paths
 from byteback.ops.backends.cpu import products as cpu_products
 from byteback.ops.backends.registry import Backend, backend_for, backend_on
 from byteback.ops.checks import check_int8
-from byteback.ops.contract import layout
+from byteback.ops.contract import layout, packing
 from byteback.ops.contract.geometry import Axes, sizes
 from byteback.ops.contract.geometry import geometry as checked_geometry
 from byteback.ops.contract.scale_rule import check_scale
@@ -53,6 +53,7 @@ def _called(backend: Backend, kind: str, check: Callable[..., list[int]], argume
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
+_META = torch.device("meta")
 _MOST_ELEMENTS = 2**60  # of a result, so that its number of bytes fits into int64
 
 
@@ -169,11 +170,30 @@ def _grad_weight_checked(
 
 def _grad_weight(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, *rest: Any) -> Tensor:
     backend = backend_for("conv_int8_grad_weight", g, g_scale, x, x_scale)
+    rank = len(rest[0])
+    if x.dim() > rank or g.dim() > rank:
+        return _grad_weight_packed(backend, g, g_scale, x, x_scale, *rest)
     call = _called(backend, "grad_weight", _grad_weight_checked, (g, g_scale, x, x_scale, *rest))
     return backend.product(call, g, g_scale, x, x_scale)
 
 
+def _grad_weight_packed(backend: Backend, g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, *rest: Any) -> Tensor:
+    """grad_weight if g, x or both are packed by 16 images. A backend without kernels for this gets plain copies."""
+    op, rank = "conv_int8_grad_weight", len(rest[0])
+    images = packing.images_of(rank, g, x)
+    plain = [packing.stand_in(op, operand, rank, images, _META) for operand in (g, x)]
+    call = _called(backend, "grad_weight", _grad_weight_checked, (plain[0], g_scale, plain[1], x_scale, *rest))
+    own = getattr(backend, "grad_weight_packed", None)
+    if own is not None:
+        return own(call, g, g_scale, x, x_scale)  # type: ignore[no-any-return]
+    a, b = (packing.unpacked(one, images) if packing.is_packed(one, rank) else one for one in (g, x))
+    return backend.product(call, a, g_scale, b, x_scale)  # type: ignore[no-any-return]
+
+
 def _grad_weight_fake(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, weight_size: list[int], *geometry: Any) -> Tensor:
+    op, rank = "conv_int8_grad_weight", len(weight_size)
+    images = packing.images_of(rank, g, x)
+    g, x = (packing.stand_in(op, operand, rank, images, operand.device) for operand in (g, x))
     _grad_weight_checked(g, g_scale, x, x_scale, weight_size, *geometry)
     return layout.empty_like_product(weight_size, g, x)
 
@@ -275,10 +295,14 @@ def conv_int8_grad_weight(
     dilation: Axes,
     groups: int = 1,
 ) -> Tensor:
-    """Returns grad_weight = (g ⋆ x) · (g_scale · x_scale). The sum over N, OH, OW is exact for any number of terms."""
+    """Returns grad_weight = (g ⋆ x) · (g_scale · x_scale). The sum over N, OH, OW is exact for any number of terms.
+
+    g and x may be packed by 16 images: (N / 16, ..., C, 16), as GPUs read them (contract/packing.py).
+    """
     op = "conv_int8_grad_weight"
-    rest = checked_geometry(op, x.dim() - 2, (stride, padding, dilation, groups))
-    return _grad_weight_operator(g, g_scale, x, x_scale, sizes(op, "weight_size", weight_size), *rest)
+    size = sizes(op, "weight_size", weight_size)
+    rest = checked_geometry(op, min(x.dim(), len(size)) - 2, (stride, padding, dilation, groups))
+    return _grad_weight_operator(g, g_scale, x, x_scale, size, *rest)
 
 
 def matmul_int8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:

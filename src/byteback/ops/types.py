@@ -40,6 +40,17 @@ class QTensor(NamedTuple):
         return self.values.float() * self.scale
 
 
+class PackedQTensor(QTensor):
+    """A QTensor with a copy of its values packed by 16 images (contract/packing.py), which grad_weight reads on a GPU."""
+
+    packed: Tensor
+
+
+def for_grad_weight(q: QTensor) -> Tensor:
+    """Returns the integers that grad_weight reads: the packed copy if there is one, else the values."""
+    return q.packed if isinstance(q, PackedQTensor) else q.values
+
+
 Kept = Tensor | tuple[Tensor, Tensor, Tensor]
 """The input of a BatchNorm, saved for backward: float32, bfloat16, or (values int8, step (C,), centre (C,))."""
 
@@ -149,6 +160,7 @@ class Wants(NamedTuple):
     keep: str | None  # the norm's input for backward: "bfloat16" or "int8"
     y: torch.dtype = torch.float32  # the convolution's output: float32 or bfloat16
     output: torch.dtype = torch.float32  # the float result: float32 or bfloat16
+    packed: bool = False  # a copy of the int8 result for grad_weight, if the backend uses one (PackedQTensor)
 
 
 class GradSums(NamedTuple):

@@ -37,6 +37,7 @@ class Settings(NamedTuple):
     observe_every: int
     momentum: float
     by_channel: bool = False  # measure the deviation of each channel too: a depthwise convolution does not mix channels
+    packs: bool = False  # grad_weight reads the integers, and on a GPU packed by 16 images (ops/contract/packing.py)
 
     def axis(self) -> int:
         """Returns the axis along which the scale varies; -1 for none."""

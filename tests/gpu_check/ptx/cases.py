@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from gpu_check import report
-from gpu_check.against_reference import PRODUCTS, Shape, product, quantize, sum_of_slices
+from gpu_check.against_reference import PRODUCTS, Shape, product, quantize, quantize_packing, sum_of_slices
 from gpu_check.ptx.launches import Emulator, emulated
 
 QUICK = Shape((17, 32, 5, 4), (32, 32, 3, 3), [2, 2], [1, 1], [1, 1])
@@ -36,6 +36,7 @@ def checks(quick: bool) -> dict[str, Check]:
     made["sum of slices beyond int32"] = sum_of_slices
     made["quantize with noise, one clip per channel"] = partial(quantize, 1, True)
     if not quick:
+        made["quantize with noise and a packed copy"] = quantize_packing
         made["quantize to the nearest, one clip"] = partial(quantize, -1, False)
         made["quantize with noise, one clip per image, contiguous"] = partial(quantize, 0, True, last=False)
     return made

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from gpu_check import report
-from gpu_check.against_reference import PRODUCTS, product, quantize, sum_of_slices
+from gpu_check.against_reference import PRODUCTS, product, quantize, quantize_packing, sum_of_slices
 from gpu_check.ptx import cases
 from gpu_check.ptx.launches import Emulator, emulated
 from gpu_check.ptx.memory import Fault
@@ -53,6 +53,7 @@ _swapped = _replaced(r"^(\s*mma\.sync\S+ \{[^}]*\}, \{ )(%r\d+), (%r\d+),", r"\1
 _other_byte = _replaced(r"0x7771U?;", "0x7772U;", 1)
 _loads_all = _replaced(r"(cp\.async\.c[ag]\S+ \[[^]]*\], \[[^]]*\], )(0x\w+), %r\d+;", r"\1\2, \2;")
 _stores_all = _replaced(r"@%p\d+ (st\.global)", r"\1")
+_packs_all = _replaced(r"@%p\d+ (st\.global\.v4)", r"\1")
 _one_phase = _replaced(r"(mov\.u32 \s*%r\d+, )%ctaid\.z;", r"\g<1>0;")
 _other_noise = _replaced(r"^\s*xor\.b32 ", "\tor.b32 ", 1)
 
@@ -67,6 +68,7 @@ MUTANTS = {
     "output: stores without their mask": Mutant(_OUTPUT, _stores_all, _output),
     "grad_input: a wrong phase": Mutant(_GRAD_INPUT, _one_phase, _grad_input),
     "grad_weight: slices added in int32": Mutant(_FINISH, _narrow, sum_of_slices),
+    "quantize: a packed copy without its mask": Mutant(_QUANTIZE, _packs_all, quantize_packing),
     "quantize: a wrong step of the noise": Mutant(_QUANTIZE, _other_noise, partial(quantize, 1, True)),
 }
 

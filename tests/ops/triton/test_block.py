@@ -9,10 +9,13 @@ from torch import Tensor
 
 from byteback.ops.activations import ACTIVATIONS
 from byteback.ops.backends import reference, triton
-from byteback.ops.types import BatchNorm, GradientParts, QTensor, Wants, Window
+from byteback.ops.contract.bfloat16 import to_bfloat16
+from byteback.ops.contract.layout import channels_last
+from byteback.ops.types import BatchNorm, GradientParts, ProductCall, QTensor, Wants, Window
 from same_bits import assert_same_bits, drawn, integers
 
 SHAPE = (3, 11, 5, 4)
+BF16 = Wants(False, False, False, None, torch.bfloat16)
 KEY = torch.tensor([123456789, 987654321])
 
 
@@ -93,6 +96,45 @@ def test_activations_equal_the_reference(activation: str) -> None:
     )
     parts = GradientParts(torch.full_like(z, 1.5), z, one, zero, None, activation, one, zero, zero)
     assert_same_bits(triton.normalize_grad(parts), reference.normalize_grad(parts))
+
+
+@pytest.mark.parametrize(
+    ("activation", "added"),
+    [("relu", "float"), *(pytest.param(name, "no", marks=pytest.mark.slow) for name in ("none", "gelu"))],
+)
+def test_the_passes_read_and_write_bfloat16(activation: str, added: str) -> None:
+    """With NaN and with floats that round to Inf."""
+    draw = torch.Generator().manual_seed(0)
+    floats, g, plus = drawn(SHAPE, draw), to_bfloat16(drawn(SHAPE, draw)), residual(added, draw)
+    floats[0, 0, 0, :2], plus = torch.tensor([3.4e38, -1e-41]), None if plus is None else to_bfloat16(plus)
+    assert_same_bits(triton.pack_norm(floats, "bfloat16", None), reference.pack_norm(floats, "bfloat16", None))
+    x = to_bfloat16(drawn(SHAPE, draw))
+    own, other, wants = norm(True), norm(True), Wants(True, True, True, "int8", torch.bfloat16, torch.bfloat16)
+    expected = reference.normalize_batch(x, other, plus, activation, wants)
+    assert_same_bits(triton.normalize_batch(x, own, plus, activation, wants), expected)
+    state, kept = expected.norm, expected.kept
+    assert state is not None and kept is not None and expected.output is not None
+    arguments = (g, kept, state.a, state.b, expected.mask, activation, state.mean, state.invstd, 1e-5, True, True)
+    gradient = reference.normalize_grad_batch(*arguments)
+    assert_same_bits(triton.normalize_grad_batch(*arguments), gradient)
+    parts = GradientParts(g, kept, state.a, state.b, expected.mask, activation, state.a, gradient.q, gradient.r)
+    peak = reference.absmax(reference.normalize_grad(parts), 1)
+    found = triton.normalize_grad_quantize_pair(parts, peak.amax() * 0.5, peak * 0.7, KEY)
+    assert_same_bits(found, reference.normalize_grad_quantize_pair(parts, peak.amax() * 0.5, peak * 0.7, KEY))
+    assert_same_bits(triton.add_waiting(floats, g, expected.mask), reference.add_waiting(floats, g, expected.mask))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_product_is_rounded_when_it_is_written(bad: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, w = (channels_last(integers(size, draw)) for size in ((2, 11, 3, 4), (7, 11, 1, 1)))
+    one = torch.full((1, 1, 1, 1), float("nan") if bad else 0.37)
+    call = ProductCall("output", (2, 7, 3, 4), (84, 1, 28, 7), x, w, ((1, 1), (0, 0), (1, 1), 1), True)
+    call.plan = triton.product_plan(call, x, w)
+    found = triton.conv_normalize_batch(call, (x, one, w, one), BatchNorm(None, None, None, 0.1, None, 0.1), None, "none", BF16)
+    call.plan = reference.product_plan(call, x, w)
+    expected = to_bfloat16(reference.product(call, x, one, w, one))
+    assert_same_bits(found[0], expected)
 
 
 def test_waiting_gradients_are_added_as_on_the_reference() -> None:

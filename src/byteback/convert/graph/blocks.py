@@ -167,6 +167,7 @@ class _Matcher:
         known = (nodes.is_conv, nodes.is_pool, nodes.is_join, owners.__contains__)
         return {
             "feeds_conv": any(nodes.is_conv(taker) or nodes.is_unknown(taker) for taker in takers),
+            "feeds_dense": any(nodes.is_conv(taker) and not nodes.is_depthwise(taker) for taker in takers),
             "feeds_other": any(not any(is_one(taker) for is_one in known) for taker in takers),
             "feeds_pool": any(nodes.is_pool(taker) for taker in takers),
             "feeds_join": bool(joins),

@@ -55,6 +55,11 @@ class Nodes:
     def is_conv(self, node: fx.Node) -> bool:
         return isinstance(self.modules.get(node), CONVOLUTIONS)
 
+    def is_depthwise(self, node: fx.Node) -> bool:
+        """Whether a convolution does not sum over channels."""
+        conv: Any = self.modules.get(node)
+        return 1 < conv.groups == conv.in_channels == conv.out_channels
+
     def is_identity(self, node: fx.Node) -> bool:
         return type(self.modules.get(node)) is nn.Identity and len(node.args) == 1
 

@@ -57,7 +57,10 @@ if TYPE_CHECKING:
     from byteback.recipes import Recipe
 
 Stage = Literal["conv", "norm", "add", "activation"]
-_READERS = ("feeds_conv", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other", "feeds_add")
+_READERS = (
+    *("feeds_conv", "feeds_dense", "feeds_other", "feeds_pool", "feeds_join", "join_feeds_conv", "join_feeds_other"),
+    "feeds_add",
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Block:
     join_feeds_conv: bool = False  # a convolution reads that concatenation, or may read it
     join_feeds_other: bool = False
     feeds_add: bool = False  # another block reads the result as its residual
+    feeds_dense: bool = False  # one of the convolutions is not depthwise
     # Set by `bound`. If one of these modules has a hook, the hook needs a tensor inside the block.
     swallowed: tuple[nn.Module, ...] = field(default=(), compare=False)
 
@@ -299,14 +303,15 @@ def _wants(stages: Stages, backs: bool, needs_gamma: bool) -> Wants:
     layer, block = stages.call.layer, stages.call.block
     recipe = layer.recipe
     int8 = _own_clip(layer) and (block.feeds_conv or (block.feeds_add and recipe.residual_memory == "int8"))
+    packed = int8 and block.feeds_dense and recipe.grad_weight
     floats, rounds = reads_floats(stages.call), _rounds_y(stages)
     dtypes = torch.bfloat16 if rounds else torch.float32, torch.bfloat16 if _travels_rounded(stages) else torch.float32
     if not backs:
-        return Wants(int8, floats, False, None, *dtypes)
+        return Wants(int8, floats, False, None, *dtypes, packed)
     as_it_is = "bfloat16" if rounds else "float32"
     keep = recipe.norm_memory if stages.by_batch and recipe.norm_memory not in ("float32", as_it_is) else None
     masks = stages.residual is not None or keep is not None or not _backward_reads_y(stages, needs_gamma)
-    return Wants(int8, floats, masks and stages.activation in WITH_MASK, keep, *dtypes)
+    return Wants(int8, floats, masks and stages.activation in WITH_MASK, keep, *dtypes, packed)
 
 
 def _own_clip(layer: Int8Layer) -> bool:
@@ -328,9 +333,9 @@ def _by_batch(
     """
     call, norm, activation = stages.call, stages.norm, stages.activation
     assert norm is not None
-    want_int8, want_float, want_mask, keep, y_dtype, dtype = wants
+    want_int8, want_float, want_mask, keep, y_dtype, dtype, packed = wants
     named: dict[str, Any] = {"want_int8": want_int8, "want_float": want_float, "want_mask": want_mask, "keep": keep}
-    named["output_dtype"] = dtype
+    named |= {"output_dtype": dtype, "want_packed": packed}
     if isinstance(product, Tensor):
         y, made = product, ops.normalize_batch(product, norm, added, activation, **named)
     else:
@@ -376,8 +381,6 @@ def _gradients(
     """Returns the gradients of the inputs of the block. Those of x and of the residual may wait for other readers."""
     saved = ctx.saved_tensors  # read once, because unpacking may recompute the tensors
     g, needs = floats_of(grad_output), ctx.needs_input_grad
-    if g.dtype is not torch.float32 and not g.is_cpu:  # kernels on GPUs read float32
-        g = g.float()
     mask = saved[6] if of_residual is not None and of_residual.will_wait(ctx) else None  # else gm is written
     masks = needs[5] and ctx.activation != "none" and mask is None
     waiting = None if of_input is None else of_input.take()

@@ -82,9 +82,8 @@ class Int8Layer(_Base):
         self.int8_frozen: Frozen | None = None
         self.int8_sites: dict[Any, Any] = {}  # of its blocks (nn/fused/step.py)
         self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
-        self.quantizers = LayerNumerics(
-            self.recipe, *self.channels(), seed, layer, name, depthwise=self.is_depthwise(), device=self.weight.device
-        )
+        depthwise, packs = self.is_depthwise(), self.weight.dim() > 2 and not self.is_depthwise()
+        self.quantizers = LayerNumerics(self.recipe, *self.channels(), seed, layer, name, depthwise, packs, self.weight.device)
 
     def detach(self) -> None:
         """Converts the layer back to the torch layer."""

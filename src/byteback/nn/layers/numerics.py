@@ -60,6 +60,7 @@ class LayerNumerics(nn.Module):
         layer: int,
         name: str,
         depthwise: bool = False,
+        packs: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class LayerNumerics(nn.Module):
         self.grad_output = _quantizer(rule, out_channels, device)
         self.grad_output_for_weight = _quantizer(own, out_channels, device) if own else None
         self.unshared = new_unshared(device)
-        self.settings = _settings(recipe, rule, name, depthwise)
+        self.settings = _settings(recipe, rule, name, depthwise, packs and recipe.grad_weight)
         self._derive()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -153,7 +154,8 @@ def _quantizer(rule: TensorRule, channels: int, device: torch.device | None, tra
     return Quantizer(rule.clip.entries(scales), tracks, device, columns)
 
 
-def _settings(recipe: Recipe, grad_output: TensorRule, name: str, depthwise: bool) -> dict[str, Settings]:
+def _settings(recipe: Recipe, grad_output: TensorRule, name: str, depthwise: bool, packs: bool) -> dict[str, Settings]:
+    for_weight = "grad_output_for_weight" if recipe.grad_output_for_weight else "grad_output"
     rules = {
         "input": recipe.input,
         "weight": recipe.weight,
@@ -169,6 +171,7 @@ def _settings(recipe: Recipe, grad_output: TensorRule, name: str, depthwise: boo
             observe_every=recipe.observe_every,
             momentum=recipe.momentum,
             by_channel=depthwise and field in GRADIENT_ROLES,
+            packs=packs and field in ("input", for_weight),
         )
         for field, rule in rules.items()
     }

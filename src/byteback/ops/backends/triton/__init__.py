@@ -32,7 +32,7 @@ from byteback.ops.backends.triton.magnitude import gradient_pair, magnitude_clip
 from byteback.ops.backends.triton.norm import gradient_sums, norm_coefficients, norm_folded, norm_gradient, norm_invstd
 from byteback.ops.backends.triton.plan import product_plan
 from byteback.ops.backends.triton.pooling import has_max_pool, max_pool, max_pool_grad, spread_pixels, take_pixels
-from byteback.ops.backends.triton.products import explain, matmul_int8, product
+from byteback.ops.backends.triton.products import explain, grad_weight_packed, matmul_int8, product
 from byteback.ops.backends.triton.quantize import absmax, noise_key, quantize, quantize_max, quantize_pair, quantize_plan
 from byteback.ops.backends.triton.statistics import (
     channel_cosine_terms,
@@ -57,6 +57,7 @@ __all__ = [
     "dot_terms",
     "explain",
     "gradient_pair",
+    "grad_weight_packed",
     "gradient_sums",
     "has_max_pool",
     "magnitude_clips",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward passes of a fused block on a GPU. Gradients in bfloat16 are read by the reference."""
+"""The backward passes of a fused block on a GPU. The gradient g is float32 or bfloat16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from byteback.ops.activations import MASK_GATE, TABLE
 from byteback.ops.backends import reference
-from byteback.ops.backends.triton.block import empty_last, rows_and_tile
+from byteback.ops.backends.reference.block_grad import masked_dtype
+from byteback.ops.backends.triton import packing
+from byteback.ops.backends.triton.block import empty_last, pass_over, rows_and_tile
 from byteback.ops.backends.triton.kernels import norm_grad as kernels
 from byteback.ops.backends.triton.launch import blocks, fits, launch
 from byteback.ops.backends.triton.quantize import new_counts
@@ -31,13 +33,9 @@ def _saved(x: Kept, fill: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     return (x, fill, fill), int(x.dtype == torch.bfloat16)
 
 
-def _runs(g: Tensor) -> bool:
-    return fits(g) and g.dtype is torch.float32
-
-
 @torch.no_grad()
 def add_waiting(x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
-    if not _runs(g):
+    if not fits(g):
         return reference.add_waiting(x, g, mask)
     out = empty_last(g, torch.float32)
     rows, c, size = rows_and_tile(g)
@@ -58,16 +56,19 @@ def normalize_grad_sums(
     want_masked: bool,
     want_squares: bool,
 ) -> GradSums:
-    if not _runs(g):
+    if not fits(g):
         return reference.normalize_grad_sums(g, x, a, b, mask, activation, want_masked, want_squares)
     c = g.shape[1]
     rows = g.numel() // c
     part, apart = new_part(g, 3, rows, c)
-    masked = empty_last(g, torch.float32) if want_masked else None
+    dtype = masked_dtype(g, activation)
+    masked = empty_last(g, dtype) if want_masked else None
+    rounds = dtype is torch.bfloat16
     saved, kind = _saved(x, g)
-    given = [g if tensor is None else tensor for tensor in (a, b, mask, masked)]
+    written = masked.view(torch.int16) if masked is not None and rounds else masked
+    given = [g if tensor is None else tensor for tensor in (a, b, mask, written)]
     sizes = (rows, c, (c + 7) // 8, apart)
-    flags = {"KEPT": kind, "GATE": _gate(mask, activation), "STORE": want_masked}
+    flags = {"KEPT": kind, "GATE": _gate(mask, activation), "STORE": 1 + rounds if want_masked else 0}
     launch(kernels.sums, sums_grid(g), g, *saved, *given, part, *sizes, **flags, **tile(g))
     total, dot, squares = fold(part)
     return GradSums(total, dot, squares if want_squares else None, masked)
@@ -83,10 +84,12 @@ def run_gradient(
     tails: tuple[Tensor, ...] | None = None,
     key: Tensor | None = None,
     when: Tensor | None = None,
+    packed: Tensor | None = None,
 ) -> None:
-    """Runs one pass over dx and writes what is given: floats, values with clip, scale and counts, the maximum, tails."""
+    """Runs one pass over dx and writes what is given: floats, values with clip, scale and counts, the maximum, tails, and a
+    packed copy of `each`, or of `one`."""
     g, x, a, b, mask, activation, p, q, r = parts
-    rows, c, size = rows_and_tile(g)
+    rows, c, size, grid = pass_over(g, packed is not None)
     saved, kind = _saved(x, g)
 
     def known(tensors: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
@@ -94,11 +97,12 @@ def run_gradient(
 
     given = [g if tensor is None else tensor for tensor in (a, b, mask)]
     places: list[Any] = [g if out is None else out, *known(one), *known(each), g if peak is None else peak, *known(tails)]
+    places += [g if tensor is None else tensor for tensor in (key, when, packed)]
     launch(
         kernels.gradient,
-        (blocks(rows, size["BR"]), blocks(c, size["BC"])),
-        *(g, *saved, *given, p, q, r, *places, g if key is None else key, g if when is None else when),
-        *(rows, c, (c + 7) // 8),
+        grid,
+        *(g, *saved, *given, p, q, r, *places),
+        *(rows, rows // g.shape[0], c, (c + 7) // 8),
         KEPT=kind,
         GATE=_gate(mask, activation),
         FLOAT=out is not None,
@@ -108,13 +112,14 @@ def run_gradient(
         PEAK=0 if peak is None else 1 if peak.numel() == 1 and peak.dim() == 0 else 2,
         NOISE=key is not None,
         IF=when is not None,
+        PACKS=packed is not None,
         **size,
     )
 
 
 @torch.no_grad()
 def normalize_grad(parts: GradientParts) -> Tensor:
-    if not _runs(parts.g):
+    if not fits(parts.g):
         return reference.normalize_grad(parts)
     dx = empty_last(parts.g, torch.float32)
     run_gradient(parts, out=dx)
@@ -135,7 +140,7 @@ def _copied(copy: list[Tensor], peak: Tensor) -> QTensor:
 
 @torch.no_grad()
 def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | None) -> QTensor:
-    if not _runs(parts.g):
+    if not fits(parts.g):
         return reference.normalize_grad_quantize(parts, clip, key)
     *copy, peak = new_copy(parts.g, clip)
     run_gradient(parts, one=tuple(copy), peak=peak, key=key)
@@ -144,19 +149,20 @@ def normalize_grad_quantize(parts: GradientParts, clip: Tensor, key: Tensor | No
 
 @torch.no_grad()
 def normalize_grad_quantize_pair(
-    parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None
+    parts: GradientParts, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None, packs: bool = False
 ) -> tuple[QTensor, QTensor]:
-    if not _runs(parts.g):
+    if not fits(parts.g):
         return reference.normalize_grad_quantize_pair(parts, clip, clip_per_channel, key)
     *one, peak = new_copy(parts.g, clip)
     *each, _ = new_copy(parts.g, clip_per_channel)
-    run_gradient(parts, one=tuple(one), each=tuple(each), peak=peak, key=key)
-    return _copied(one, peak), _copied(each, peak)
+    packed = packing.new_packed(parts.g, packs)
+    run_gradient(parts, one=tuple(one), each=tuple(each), peak=peak, key=key, packed=packed)
+    return _copied(one, peak), packing.with_packed(_copied(each, peak), packed)
 
 
 @torch.no_grad()
 def normalize_grad_quantize_by_ratio(parts: GradientParts, ratio: float | Tensor, key: Tensor | None) -> tuple[Tensor, QTensor]:
-    if not _runs(parts.g):
+    if not fits(parts.g):
         return reference.normalize_grad_quantize_by_ratio(parts, ratio, key)  # type: ignore[arg-type]
     clip = channel_peaks(parts) * ratio
     *copy, peak = new_copy(parts.g, clip)
@@ -177,7 +183,7 @@ def channel_peaks(parts: GradientParts) -> Tensor:
 
 @torch.no_grad()
 def normalize_grad_tails(parts: GradientParts, per_channel: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if not _runs(parts.g):
+    if not fits(parts.g):
         return reference.normalize_grad_tails(parts, per_channel, threshold)
     g, bits = parts.g, _channel_bits(parts.g)
     counts = torch.zeros((2, *bits.shape), dtype=torch.int64, device=g.device)

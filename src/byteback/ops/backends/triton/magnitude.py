@@ -28,10 +28,11 @@ def gradient_pair(
     before_each: Before,
     key: Tensor | None,
     want_one: bool,
+    packs: bool = False,
 ) -> Paired:
     """Returns both copies. `saturated` and `nonfinite` are numbers in device memory."""
     clips = gradient_clips(rule, parts, sums, before_one, before_each)
-    first, second = normalize_grad_quantize_pair(parts, clips.one, clips.each, key)
+    first, second = normalize_grad_quantize_pair(parts, clips.one, clips.each, key, packs)
     assert first.counts is not None and second.counts is not None
     saturated = first.counts[0], second.counts[0]
     return Paired(clips, first if want_one else None, second, saturated, second.counts[1])  # type: ignore[arg-type]

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from byteback.ops.backends import reference
+from byteback.ops.backends.reference.block import stored_as
 from byteback.ops.backends.triton import gathered, tiles
 from byteback.ops.backends.triton.kernels import conv_grad_input, conv_grad_weight, conv_output, depthwise
-from byteback.ops.backends.triton.launch import blocks, fits, launch, power_of_two
+from byteback.ops.backends.triton.launch import MOST_ELEMENTS, blocks, fits, launch, power_of_two
+from byteback.ops.backends.triton.packing import fits_packed
 from byteback.ops.backends.triton.plan import Plan, Scaled, plan_of, rows_of
+from byteback.ops.contract import packing
 from byteback.ops.contract.limits import MAX_INT32_DEPTH
 from byteback.ops.contract.scale_rule import combine_scales
 from byteback.ops.types import Geometry, ProductCall
@@ -27,16 +30,42 @@ from byteback.ops.types import Geometry, ProductCall
 _G = conv_grad_weight.GROUP
 
 
-@torch.no_grad()
 def product(call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    return product_as(torch.float32, call, a, a_scale, b, b_scale)
+
+
+@torch.no_grad()
+def product_as(dtype: torch.dtype, call: ProductCall, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """A product as float32, or rounded to bfloat16 when it is written."""
     plan: Plan = call.plan
-    result = torch.empty_strided(call.size, call.strides, dtype=torch.float32, device=a.device)
     own = plan.depthwise or tiles.multiplies_int8(a.device)
-    if plan.reference or not fits(a, b, result) or not (own or gathered.fits(plan)):
-        return reference.product(call, a, a_scale, b, b_scale)
+    packs = own and not plan.depthwise and call.kind == "grad_weight"
+    readable = (fits_packed(a.shape) and fits_packed(b.shape)) if packs else own or gathered.fits(plan)
+    if plan.reference or not fits(a, b) or not 0 < math.prod(call.size) <= MOST_ELEMENTS or not readable:
+        return stored_as(reference.product(call, a, a_scale, b, b_scale), dtype)
+    writes = dtype is torch.float32 or (own and call.kind == "output" and not plan.depthwise)
+    result = torch.empty_strided(call.size, call.strides, dtype=dtype if writes else torch.float32, device=a.device)
     factor = combine_scales(call.kind, a_scale, b_scale, call.groups, call.channels).contiguous()
     scaled = factor, *(factor.stride(axis) if factor.shape[axis] > 1 else 0 for axis in (0, 1))
     (_RUN if own else _GATHERED)[call.kind](plan, a, b, result, scaled)
+    return result if writes else stored_as(result, dtype)
+
+
+@torch.no_grad()
+def grad_weight_packed(call: ProductCall, g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor) -> Tensor:
+    """grad_weight of operands of which one or both are packed by 16 images."""
+    plan: Plan = call.plan
+    rank, images = len(call.size), plan.image[0]
+    result = torch.empty_strided(call.size, call.strides, dtype=torch.float32, device=g.device)
+    whole = [packing.is_packed(operand, rank) for operand in (g, x)]
+    readable = all(is_whole or fits_packed(operand.shape) for operand, is_whole in zip((g, x), whole, strict=True))
+    if plan.depthwise or not tiles.multiplies_int8(g.device) or not (fits(g, x, result) and readable):
+        a, b = (packing.unpacked(one, images) if is_whole else one for one, is_whole in zip((g, x), whole, strict=True))
+        return product(call, a, g_scale, b, x_scale)
+    factor = combine_scales(call.kind, g_scale, x_scale, call.groups, call.channels).contiguous()
+    scaled = factor, *(factor.stride(axis) if factor.shape[axis] > 1 else 0 for axis in (0, 1))
+    gp, xp = (one if is_whole else pack(one) for one, is_whole in zip((g, x), whole, strict=True))
+    _dense_grad_weight(plan, gp, xp, result, scaled)
     return result
 
 
@@ -52,16 +81,17 @@ def _output(plan: Plan, x: Tensor, w: Tensor, y: Tensor, scaled: Scaled) -> None
         _depthwise(depthwise.output, plan, rows, tensors, where)
         return
     cg, kg = plan.c // plan.groups, plan.k // plan.groups
-    tile = tiles.choose(rows, kg, cg, tiles.multiprocessors(x.device))
+    tile, rounds = tiles.choose(rows, kg, cg, tiles.multiprocessors(x.device)), y.dtype is torch.bfloat16
     launch(
         conv_output.conv_output,
         (blocks(rows, tile.rows) * blocks(kg, tile.columns), plan.groups),
-        *(rows_of(x), rows_of(w), y, factor),
+        *(rows_of(x), rows_of(w), y.view(torch.int16) if rounds else y, factor),
         *(*plan.image, plan.c, kg, cg, *plan.out, *plan.steps, *where),
         **plan.constants(),
         **_tile(tile),
         GROUP=8,
         IMAGES=f0 != 0,
+        ROUNDS=rounds,
     )
 
 
@@ -95,27 +125,37 @@ def _grad_input(plan: Plan, g: Tensor, w: Tensor, dx: Tensor, scaled: Scaled) ->
 
 
 def _grad_weight(plan: Plan, g: Tensor, x: Tensor, dw: Tensor, scaled: Scaled) -> None:
+    if not plan.depthwise:
+        _dense_grad_weight(plan, pack(g), pack(x), dw, scaled)
+        return
     pixels, taps = math.prod(plan.out), plan.tap_count()
-    n, cg, kg = plan.image[0], plan.c // plan.groups, plan.k // plan.groups
-    processors = tiles.multiprocessors(g.device)
-    if plan.depthwise:
-        channels = power_of_two(plan.c, 16, 64)
-        per, slices = _sliced(n * pixels, 64, blocks(plan.c, channels) * taps, processors, 1)
-        part = torch.empty((slices, plan.c, taps), dtype=torch.int32, device=g.device)
-        arguments = (*plan.image, plan.c, *plan.out, *plan.steps, per)
-        grid = blocks(plan.c, channels), taps, slices
-        tensors = rows_of(g), rows_of(x), part
-        launch(depthwise.grad_weight, grid, *tensors, *arguments, **plan.constants(), BP=64, BC=channels)
-    else:
-        tile = tiles.choose(kg, cg, 64, 1)._replace(depth=64)
-        grid_k, grid_c = blocks(kg, tile.rows) * plan.groups, blocks(cg, tile.columns) * taps
-        packed = blocks(n, _G)
-        per, slices = _sliced(packed * pixels, tile.depth // _G, grid_k * grid_c, processors, _G)
-        part = torch.empty((slices, plan.k, taps, cg), dtype=torch.int32, device=g.device)
-        arguments = (packed, *plan.image[1:], plan.c, plan.k, cg, kg, *plan.out, *plan.steps, per)
-        tensors = pack(g), pack(x), part
-        grid = grid_k, grid_c, slices
-        launch(conv_grad_weight.grad_weight, grid, *tensors, *arguments, **plan.constants(), **_tile(tile), G=_G)
+    channels = power_of_two(plan.c, 16, 64)
+    per, slices = _sliced(plan.image[0] * pixels, 64, blocks(plan.c, channels) * taps, tiles.multiprocessors(g.device), 1)
+    part = torch.empty((slices, plan.c, taps, 1), dtype=torch.int32, device=g.device)
+    arguments = (*plan.image, plan.c, *plan.out, *plan.steps, per)
+    grid = blocks(plan.c, channels), taps, slices
+    tensors = rows_of(g), rows_of(x), part
+    launch(depthwise.grad_weight, grid, *tensors, *arguments, **plan.constants(), BP=64, BC=channels)
+    _finish(plan, part, dw, scaled)
+
+
+def _dense_grad_weight(plan: Plan, gp: Tensor, xp: Tensor, dw: Tensor, scaled: Scaled) -> None:
+    """gp and xp are packed by 16 images."""
+    pixels, taps = math.prod(plan.out), plan.tap_count()
+    cg, kg, packed = plan.c // plan.groups, plan.k // plan.groups, gp.shape[0]
+    tile = tiles.choose(kg, cg, 64, 1)._replace(depth=64)
+    grid_k, grid_c = blocks(kg, tile.rows) * plan.groups, blocks(cg, tile.columns) * taps
+    per, slices = _sliced(packed * pixels, tile.depth // _G, grid_k * grid_c, tiles.multiprocessors(gp.device), _G)
+    part = torch.empty((slices, plan.k, taps, cg), dtype=torch.int32, device=gp.device)
+    arguments = (packed, *plan.image[1:], plan.c, plan.k, cg, kg, *plan.out, *plan.steps, per)
+    grid = grid_k, grid_c, slices
+    launch(conv_grad_weight.grad_weight, grid, gp, xp, part, *arguments, **plan.constants(), **_tile(tile), G=_G)
+    _finish(plan, part, dw, scaled)
+
+
+def _finish(plan: Plan, part: Tensor, dw: Tensor, scaled: Scaled) -> None:
+    """Adds the slices `part`."""
+    taps, cg = plan.tap_count(), plan.c // plan.groups
     factor, f0, f1 = scaled
     w0, w1, tap = plan.strides
     total = plan.k * taps * cg
@@ -136,7 +176,7 @@ def _sliced(steps: int, least: int, programs: int, processors: int, terms: int) 
 
 
 def pack(x: Tensor) -> Tensor:
-    """Returns int8 (N, C, ...) packed by 16 images: (N/16, pixels, C, 16). A copy made by `quantize` is used again."""
+    """Returns int8 (N, C, ...) packed by 16 images: (N/16, pixels, C, 16)."""
     n, c = x.shape[:2]
     pixels = x.numel() // (n * c)
     channels = power_of_two(c, 16, 64)

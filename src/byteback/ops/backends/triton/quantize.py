@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from byteback.ops.backends import reference
+from byteback.ops.backends.triton import packing
 from byteback.ops.backends.triton.kernels import quantize as kernels
 from byteback.ops.backends.triton.launch import blocks, fits, launch, power_of_two
 from byteback.ops.backends.triton.tiles import height
@@ -23,22 +24,28 @@ class Laid(NamedTuple):
     sizes: tuple[int, int, int]
     strides: tuple[int, int, int]
     tile: tuple[int, int]
+    packed: Tensor | None = None  # memory for the packed copy of the integers
 
     def grid(self) -> tuple[int, int]:
         n, p, c = self.sizes
-        return blocks(n * p, self.tile[0]), blocks(c, self.tile[1])
+        return packing.grid_of(n, p, self.tile[0], self.packed is not None), blocks(c, self.tile[1])
 
     def constants(self) -> dict[str, int]:
         return {"BR": self.tile[0], "BC": self.tile[1]}
 
 
-def laid(x: Tensor) -> Laid:
-    """Returns a dense tensor of two or more axes; a copy if x is neither channels last nor contiguous."""
+def laid(x: Tensor, packs: bool = False) -> Laid:
+    """Returns a dense tensor of two or more axes; a copy if x is neither channels last nor contiguous.
+
+    `packs` requests memory for a packed copy, which only a channels-last tensor gets: the packed one is read as such.
+    """
     n, c = x.shape[:2]
     p = x.numel() // (n * c)
     if layout.is_last_dense(x.shape, x.stride()):
         width = power_of_two(c, 4, 64)
-        return Laid(x, (n, p, c), (p * c, c, 1), (height(n * p, width, x.device), width))
+        packed = packing.new_packed(x, packs)
+        tall = height(n * p, width, x.device) if packed is None else packing.height(p, width, x.device)
+        return Laid(x, (n, p, c), (p * c, c, 1), (tall, width), packed)
     x = x.contiguous()
     tall = power_of_two(p, 4, 256)
     return Laid(x, (n, p, c), (p * c, 1, p), (tall, height(c, tall, x.device)))
@@ -52,19 +59,24 @@ def _varies(clip: Tensor) -> int | None:
     return {0: 2, 1: 1}.get(varying[0]) if len(varying) == 1 else None
 
 
-@torch.no_grad()
 def quantize(x: Tensor, clip: Tensor, key: Tensor | None) -> QTensor:
+    return quantize_packing(x, clip, key, False)
+
+
+@torch.no_grad()
+def quantize_packing(x: Tensor, clip: Tensor, key: Tensor | None, packs: bool) -> QTensor:
+    """quantize; with `packs` also a packed copy of the integers, where it pays."""
     by = _varies(clip)
     if x.dim() < 2 or by is None or not fits(x):
         return reference.quantize(x, clip, key)
-    source = laid(x)
+    source = laid(x, packs)
     q = torch.empty_like(source.x, dtype=torch.int8)
     scale = torch.empty_like(clip, memory_format=torch.contiguous_format)
     counts, peak = new_counts(x)
     quantize_into(source, clip.contiguous(), by, key, q, scale, counts, peak)
     if source.x is not x:
         q = torch.empty_like(x, dtype=torch.int8).copy_(q)
-    return QTensor(q, scale, counts, peak.view(torch.float32))
+    return packing.with_packed(QTensor(q, scale, counts, peak.view(torch.float32)), source.packed)
 
 
 def new_counts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,11 +100,22 @@ def quantize_into(
     launch(
         kernels.quantize,
         source.grid(),
-        *(source.x, q, clip, scale, counts if key is None else key, counts, peak, counts if when is None else when),
+        *(
+            source.x,
+            q,
+            q if source.packed is None else source.packed,
+            clip,
+            scale,
+            counts if key is None else key,
+            counts,
+            peak,
+            counts if when is None else when,
+        ),
         *(*source.sizes, *source.strides),
         BY=by,
         NOISE=key is not None,
         IF=when is not None,
+        PACKS=source.packed is not None,
         **source.constants(),
     )
 
@@ -109,8 +132,10 @@ def quantize_max(plan: tuple[()], x: Tensor, axis: int, key: Tensor | None) -> t
     return q.values, q.scale, clip, q.counts
 
 
-def quantize_pair(x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None) -> tuple[QTensor, QTensor]:
-    return quantize(x, clip.reshape((1,) * x.dim()), key), quantize(x, clip_per_channel, key)
+def quantize_pair(
+    x: Tensor, clip: Tensor, clip_per_channel: Tensor, key: Tensor | None, packs: bool = False
+) -> tuple[QTensor, QTensor]:
+    return quantize(x, clip.reshape((1,) * x.dim()), key), quantize_packing(x, clip_per_channel, key, packs)
 
 
 @torch.no_grad()

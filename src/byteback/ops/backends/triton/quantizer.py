@@ -23,12 +23,12 @@ from byteback.ops.backends.reference.deferred import DeferredSteps
 from byteback.ops.backends.triton import magnitude, search
 from byteback.ops.backends.triton.kernels import ledger
 from byteback.ops.backends.triton.launch import blocks, fits, launch
-from byteback.ops.backends.triton.quantize import absmax, quantize, quantize_pair
+from byteback.ops.backends.triton.quantize import absmax, quantize, quantize_packing, quantize_pair
 from byteback.ops.backends.triton.statistics import channel_cosine_terms, dots, moments
 from byteback.ops.programs import Averaged, Held, Maximum
 from byteback.ops.quantizer import DEVIATION, BlockGradient, Gradient, Moment, State, floats_of
 from byteback.ops.refusals import scale_of
-from byteback.ops.types import QTensor
+from byteback.ops.types import QTensor, for_grad_weight
 
 _adopted = WeakTensorKeyDictionary()  # calls per slot of each quantizer, by its buffer `observed`
 
@@ -45,7 +45,7 @@ class TritonSteps(DeferredSteps):
             floats = floats_of(x)
             clip = absmax(floats, settings.axis())
             flags = search.schedule(state, settings, moment, 1)
-            made = search.Made(quantize(floats, clip, key), clip, clip, flags, lambda: floats)
+            made = search.Made(quantize_packing(floats, clip, key, settings.packs), clip, clip, flags, lambda: floats)
         elif type(program) is Held and search.runs(settings.rule.clip, settings.axis()):
             made = search.held(x, state, settings, key, moment, program)
         else:
@@ -69,11 +69,11 @@ class TritonSteps(DeferredSteps):
         before = [state.clip[moment.slot] for state in states]
         if isinstance(x, BlockGradient):
             assert x.sums is not None, "a block whose layer makes two copies requests the sums"
-            made = magnitude.gradient_pair(rule, x.parts, x.sums, before[0], before[1], key, True)
+            made = magnitude.gradient_pair(rule, x.parts, x.sums, before[0], before[1], key, True, settings[1].packs)
             clips, copies = made.clips, (made.one, made.each)
         else:
             clips = magnitude.magnitude_clips(rule, x, *moments(x), before[0], before[1])
-            copies = quantize_pair(x, clips.one, clips.each, key)
+            copies = quantize_pair(x, clips.one, clips.each, key, settings[1].packs)
         results: list[QTensor | None] = []
         for index, copy in enumerate(copies):
             if copy is None or (index == 0 and not want_first):
@@ -122,6 +122,10 @@ def _void(q: QTensor, policy: str) -> QTensor:
     total, scales = q.values.numel(), q.scale.numel()
     grid = (max(blocks(total, 4096), blocks(scales, 4096)),)
     launch(ledger.void, grid, q.values, q.scale, q.counts, total, scales, scale_of(policy), B=4096)
+    packed = for_grad_weight(q)
+    if packed is not q.values:
+        grid = (blocks(packed.numel(), 4096),)
+        launch(ledger.void, grid, packed, q.scale, q.counts, packed.numel(), 0, scale_of(policy), B=4096)
     return q
 
 

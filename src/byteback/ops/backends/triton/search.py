@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from byteback.ops.backends.triton import block_grad
+from byteback.ops.backends.triton import block_grad, packing
 from byteback.ops.backends.triton.block import empty_last
 from byteback.ops.backends.triton.constants import float64
 from byteback.ops.backends.triton.kernels import ledger
@@ -76,21 +76,23 @@ def _list(values: tuple[float, ...], device: torch.device) -> Tensor:
 class _Pass:
     """Quantizes a gradient again and again into the same tensors. The clip and the counts are in device memory."""
 
-    def __init__(self, x: Gradient, axis: int, used: Tensor, key: Tensor | None) -> None:
+    def __init__(self, x: Gradient, axis: int, used: Tensor, key: Tensor | None, packs: bool) -> None:
         self.x, self.axis, self.key = x, axis, key
         like = x.parts.g if isinstance(x, BlockGradient) else x
         shape = [like.shape[dim] if dim == axis else 1 for dim in range(like.dim())]
         self.used = used.reshape(shape).contiguous()
         self.scale = torch.empty_like(self.used)
         self.counts, self.peak = new_counts(like)
-        self.source = None if isinstance(x, BlockGradient) else laid(x)
+        self.source = None if isinstance(x, BlockGradient) else laid(x, packs)
+        self.packed = packing.new_packed(like, packs) if self.source is None else self.source.packed
         self.values = empty_last(like, torch.int8) if self.source is None else torch.empty_like(self.source.x, dtype=torch.int8)
 
     def run(self, when: Tensor | None = None) -> None:
         if self.source is None:
             copy = self.values, self.used, self.scale, self.counts
             which: dict[str, Any] = {"one" if self.axis == -1 else "each": copy}
-            block_grad.run_gradient(self.x.parts, peak=self.peak, key=self.key, when=when, **which)  # type: ignore[union-attr]
+            which |= {"peak": self.peak, "key": self.key, "when": when, "packed": self.packed}
+            block_grad.run_gradient(self.x.parts, **which)  # type: ignore[union-attr]
         else:
             by = 0 if self.axis == -1 else 1
             quantize_into(self.source, self.used, by, self.key, self.values, self.scale, self.counts, self.peak, when)
@@ -104,7 +106,8 @@ class _Pass:
         return out
 
     def made(self) -> QTensor:
-        return QTensor(self.values, self.scale, self.counts, self.peak.view(torch.float32))
+        made = QTensor(self.values, self.scale, self.counts, self.peak.view(torch.float32))
+        return packing.with_packed(made, self.packed)
 
 
 def held(x: Gradient, state: State, settings: Any, key: Tensor | None, moment: Moment, program: Held) -> Made:
@@ -115,9 +118,9 @@ def held(x: Gradient, state: State, settings: Any, key: Tensor | None, moment: M
     peak = None
     if axis == 1:
         peak = block_grad.channel_peaks(x.parts) if isinstance(x, BlockGradient) else absmax(x, 1)
-        passes = _Pass(x, axis, peak * row[0], key)
+        passes = _Pass(x, axis, peak * row[0], key, settings.packs)
     else:
-        passes = _Pass(x, axis, row[1:].clone(), key)
+        passes = _Pass(x, axis, row[1:].clone(), key, settings.packs)
     passes.run()
     largest = passes.peak.view(torch.float32)
     peak = largest.reshape(1) if peak is None else peak.reshape(-1)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from byteback.ops.backends import reference, triton
-from byteback.ops.contract.layout import empty_like_product
-from byteback.ops.types import ProductCall
+from byteback.ops.backends.triton import tiles
+from byteback.ops.backends.triton.quantize import quantize_packing
+from byteback.ops.contract.layout import channels_last, empty_like_product
+from byteback.ops.contract.packing import packed
+from byteback.ops.types import ProductCall, for_grad_weight
 
 _CPU = torch.device("cpu")
 _GEOMETRY = (2, 2), (1, 1), (1, 1), 1
@@ -49,8 +52,21 @@ def cases() -> Iterator[tuple[str, Case]]:
     )
     clip, key = floats.abs().amax().reshape(1, 1, 1, 1) * 0.5, torch.tensor([123456789, 987654321], device=_CPU)
     yield "quantize", lambda backend, to: list(backend.quantize(floats.to(to), clip.to(to), key.to(to)))  # type: ignore[attr-defined]
+    batch = channels_last(torch.randn(16, 20, 3, 5, generator=draw, device=_CPU))
+    yield "quantize with a packed copy", _packs(batch, clip, key)
     yield "moments", lambda backend, to: list(backend.moments(floats.to(to)))  # type: ignore[attr-defined]
     yield "channel_stats", lambda backend, to: list(backend.channel_stats(floats.to(to)))  # type: ignore[attr-defined]
+
+
+def _packs(x: Tensor, clip: Tensor, key: Tensor) -> Case:
+    def run(backend: object, device: torch.device) -> list[Tensor]:
+        if backend is reference:
+            values = reference.quantize(x, clip, key).values
+            return [values, packed(values)]
+        q = quantize_packing(x.to(device), clip.to(device), key.to(device), True)
+        return [q.values, for_grad_weight(q)] if tiles.multiplies_int8(device) else [q.values, packed(q.values)]
+
+    return run
 
 
 def _product(kind: str, size: tuple[int, ...], a: Tensor, b: Tensor) -> Case:

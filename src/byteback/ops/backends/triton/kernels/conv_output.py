@@ -2,11 +2,13 @@
 """output = x ⋆ w as a matrix product: rows are output pixels, columns output channels, the sum runs over taps and channels.
 
 x (N, D, H, W, C), w (K, T·R·S, C/groups), y with the strides YN, YP, YK for image, pixel, channel; all tensors are dense.
-IMAGES: there is a factor for each image; one for each channel only takes fewer registers.
+IMAGES: there is a factor for each image; one for each channel only takes fewer registers. ROUNDS: y is the bits of bfloat16.
 """
 
 import triton
 import triton.language as tl
+
+from byteback.ops.backends.triton.kernels.rounding import to_bfloat16
 
 
 @triton.jit
@@ -17,7 +19,7 @@ def conv_output(
     YN, YP, YK, FN, FK,
     T: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    IMAGES: tl.constexpr,
+    IMAGES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     pixels = OD * OH * OW
     M = N * pixels
@@ -60,4 +62,7 @@ def conv_output(
         scale = tl.load(factor + (n * FN)[:, None] + (ko * FK)[None, :], mask=ok, other=0.0)
     else:
         scale = tl.load(factor + ko * FK, mask=k < KG, other=0.0)[None, :]
-    tl.store(y + (n * YN + p * YP)[:, None] + (ko * YK)[None, :], acc.to(tl.float32) * scale, mask=ok)
+    value = acc.to(tl.float32) * scale
+    if ROUNDS:
+        value = to_bfloat16(value)
+    tl.store(y + (n * YN + p * YP)[:, None] + (ko * YK)[None, :], value, mask=ok)

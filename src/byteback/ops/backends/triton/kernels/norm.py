@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from byteback.ops.backends.triton.kernels.activations import activated
+from byteback.ops.backends.triton.kernels.packing import rows_of, store_packed
 from byteback.ops.backends.triton.kernels.rounding import (
     clamped,
     count_bad,
@@ -15,6 +16,7 @@ from byteback.ops.backends.triton.kernels.rounding import (
     raise_peak,
     scale_of,
     size_bits,
+    to_bfloat16,
     to_int8,
 )
 
@@ -74,24 +76,27 @@ def coefficients(
 
 @triton.jit
 def normalize(
-    x, a, b, residual, residual_scale, clip, q, scale, out, mask, counts, peak, kept, centre, step_of,
-    ROWS, C, PITCH, MASK_PITCH,
-    RESIDUAL: tl.constexpr, ACT: tl.constexpr,
+    x, a, b, residual, residual_scale, clip, q, packed, scale, out, mask, counts, peak, kept, centre, step_of,
+    ROWS, P, C, PITCH, MASK_PITCH,
+    RESIDUAL: tl.constexpr, ACT: tl.constexpr, ROUNDS: tl.constexpr,
     INT8: tl.constexpr, FLOAT: tl.constexpr, MASK: tl.constexpr, PEAK: tl.constexpr, KEEP: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr,
+    PACKS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One pass. ACT is the number of the activation. RESIDUAL: 0 none, 1 float32, 2 int8 with one scale.
+    """One pass. ACT is the number of the activation. RESIDUAL: 0 none, 1 floats, 2 int8 with one scale. It reads floats that are
+    float32 or bfloat16. ROUNDS: out is the bits of bfloat16. KEEP: 1 stores x as int8 around a centre, 2 as bits of bfloat16.
 
-    PITCH is the distance of pixels in q and out.
+    PITCH is the distance of pixels in q and out. PACKS also writes the integers packed by 16 images (packing.py).
     """
-    row = tl.program_id(0) * BR + tl.arange(0, BR)[:, None]
-    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
-    ok = (row < ROWS) & (c < C)
+    row, is_pixel = rows_of(tl.program_id(0), P, BR, PACKS)
+    row, is_pixel = row[:, None], is_pixel[:, None]
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    c = channel[None, :]
+    ok = is_pixel & (row < ROWS) & (c < C)
     at = row * C + c
-    v = tl.load(x + at, mask=ok, other=0.0)
+    v = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
     z = tl.load(a + c, mask=c < C, other=0.0) * v + tl.load(b + c, mask=c < C, other=0.0)
     if RESIDUAL == 1:
-        z = z + tl.load(residual + at, mask=ok, other=0.0)
+        z = z + tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
     if RESIDUAL == 2:
         z = z + tl.load(residual + at, mask=ok, other=0).to(tl.float32) * tl.load(residual_scale)
     y = activated(z, ACT)
@@ -99,11 +104,17 @@ def normalize(
     if PEAK:
         raise_peak(y, ok, peak)
     if FLOAT:
-        tl.store(out + to, y, mask=ok)
+        if ROUNDS:
+            tl.store(out + to, to_bfloat16(y), mask=ok)
+        else:
+            tl.store(out + to, y, mask=ok)
     if INT8:
         limit = tl.load(clip + c * 0)
         tl.store(scale + c * 0, scale_of(limit), mask=(c == 0) & (tl.program_id(0) == 0))
-        tl.store(q + to, to_int8(y, limit, counts, row, c, C, False), mask=ok)
+        values = to_int8(y, limit, counts, row, c, C, False)
+        tl.store(q + to, values, mask=ok)
+        if PACKS:
+            store_packed(packed, tl.where(ok, values, 0), tl.program_id(0), channel, P, C, BR, BC)
         count_bad(y, limit, ok, counts)
     if MASK:
         on = ok
@@ -113,12 +124,21 @@ def normalize(
             on = on & (z < 6.0)
         bit = tl.reshape(on.to(tl.int32), (BR, BC // 8, 8)) << tl.arange(0, 8)[None, None, :]
         byte = tl.program_id(1) * (BC // 8) + tl.arange(0, BC // 8)[None, :]
-        inside = (row < ROWS) & (byte < MASK_PITCH)
+        inside = is_pixel & (row < ROWS) & (byte < MASK_PITCH)
         tl.store(mask + row * MASK_PITCH + byte, tl.sum(bit, 2).to(tl.uint8), mask=inside)
-    if KEEP:
+    if KEEP == 2:
+        tl.store(kept + at, to_bfloat16(v), mask=ok)
+    if KEEP == 1:
         step = tl.load(step_of + c, mask=c < C, other=1.0)
         away = (v - tl.load(centre + c, mask=c < C, other=0.0)) * tl.div_rn(tl.zeros_like(step) + 1.0, step)
         tl.store(kept + at, tl.where(away != away, 0.0, nearest(clamped(away))).to(tl.int8), mask=ok)
+
+
+@triton.jit
+def rounded(x, out, TOTAL, B: tl.constexpr):
+    """out = the bits of x as bfloat16."""
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + at, to_bfloat16(tl.load(x + at, mask=at < TOTAL, other=0.0)), mask=at < TOTAL)
 
 
 @triton.jit

@@ -2,29 +2,32 @@
 """Floats to int8 with nearest or stochastic rounding; maxima; the noise key.
 
 x is (N, P, C) with strides XN, XP, XC, so one kernel reads contiguous and channels-last tensors. BY says how the clip varies:
-0 not, 1 along C, 2 along N. A kernel with `when` does nothing if that number is 0: such launches wait for no answer.
+0 not, 1 along C, 2 along N. A kernel with `when` does nothing if that number is 0: such launches wait for no answer. With PACKS
+the integers are also written packed by 16 images (packing.py).
 """
 
 import triton
 import triton.language as tl
 
+from byteback.ops.backends.triton.kernels.packing import rows_of, store_packed
 from byteback.ops.backends.triton.kernels.rounding import count_bad, raise_peak, scale_of, size_bits, to_int8
 
 
 @triton.jit
 def quantize(
-    x, q, clip, scale, key, counts, peak, when,
+    x, q, packed, clip, scale, key, counts, peak, when,
     N, P, C, XN, XP, XC,
-    BY: tl.constexpr, NOISE: tl.constexpr, IF: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    BY: tl.constexpr, NOISE: tl.constexpr, IF: tl.constexpr, PACKS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     if IF:
         if tl.load(when) == 0:
             return
-    m = tl.program_id(0) * BR + tl.arange(0, BR)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    m, is_pixel = rows_of(tl.program_id(0), P, BR, PACKS)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    c = channel[None, :]
     n, p = (m // P)[:, None], (m % P)[:, None]
     row = m[:, None]
-    ok = (row < N * P) & (c < C)
+    ok = is_pixel[:, None] & (row < N * P) & (c < C)
     at = n * XN + p * XP + c * XC
     v = tl.load(x + at, mask=ok, other=0.0)
     if BY == 0:
@@ -36,7 +39,10 @@ def quantize(
     else:
         limit = tl.load(clip + n, mask=n < N, other=1.0)
         tl.store(scale + n, scale_of(limit), mask=(n < N) & (p == 0) & (tl.program_id(1) == 0))
-    tl.store(q + at, to_int8(v, limit, key, row, c, C, NOISE), mask=ok)
+    values = to_int8(v, limit, key, row, c, C, NOISE)
+    tl.store(q + at, values, mask=ok)
+    if PACKS:
+        store_packed(packed, tl.where(ok, values, 0), tl.program_id(0), channel, P, C, BR, BC)
     count_bad(v, limit, ok, counts)
     raise_peak(v, ok, peak)
 

@@ -70,6 +70,14 @@ def to_int8(v, clip, key, row, c, C, NOISE: tl.constexpr):
 
 
 @triton.jit
+def to_bfloat16(v):
+    """Returns the bits of v as bfloat16, in int16 (contract/bfloat16.py)."""
+    bits = v.to(tl.int32, bitcast=True)
+    nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(v != v, 0x7FC0, nearest_even).to(tl.int16)
+
+
+@triton.jit
 def size_bits(v):
     """Returns the bits of |v|, which order as the numbers do; NaN is above all."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -43,18 +43,18 @@ def fold(
 
 @triton.jit
 def stats(x, part, low, high, ROWS, C, SUMS, BB: tl.constexpr, BC: tl.constexpr):
-    """Σx and Σx², and the smallest and largest value of each block."""
+    """Σx and Σx², and the smallest and largest value of each block. x is float32 or bfloat16."""
     blk = tl.program_id(0) * BB + tl.arange(0, BB)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     has = (blk * _BLOCK < ROWS)[:, None] & (c < C)[None, :]
     at = (blk * _BLOCK * C)[:, None] + c[None, :]
-    v = tl.load(x + at, mask=has, other=0.0)
+    v = tl.load(x + at, mask=has, other=0.0).to(tl.float32)
     least, most = v, v
     s = v.to(tl.float64)
     s2 = s * s
     for i in range(1, 64):
         ok = (blk * _BLOCK + i < ROWS)[:, None] & (c < C)[None, :]
-        v = tl.load(x + at + i * C, mask=ok, other=0.0)
+        v = tl.load(x + at + i * C, mask=ok, other=0.0).to(tl.float32)
         least = tl.where(ok & ((v < least) | (v != v)), v, least)
         most = tl.where(ok & ((v > most) | (v != v)), v, most)
         wide = v.to(tl.float64)
