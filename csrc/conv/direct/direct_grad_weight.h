@@ -73,12 +73,16 @@ public:
     void run(Factor factor, f32* dw) {
         std::vector<Part> parts(static_cast<size_t>(threads));
         s32* all = reinterpret_cast<s32*>(scratch<ThreadSums>(static_cast<size_t>(threads * part_size()) * 4));
-        parallel_shares(threads, bands > 1 ? images * bands : ceil_div(images, together), [&](int thread, const auto& next) {
+        const s64 chunks = bands > 1 ? images * bands : ceil_div(images, together);
+        parallel_shares(threads, chunks, [&](int thread, const auto& next) {
             Part& part = parts[static_cast<size_t>(thread)];
             part.sums = all + thread * part_size();
             Chunk chunk(*this);
-            for (s64 begin, end; next(begin, end);)
-                for (s64 i = begin; i < end; ++i) add_chunk(chunk, place_of(i), i + 1 < end ? place_of(i + 1) : Place{}, part);
+            for (s64 begin, end; next(begin, end);) {
+                if (part.pixels == 0 && part.wide.empty()) fetch(place_of(begin), 0, 1);
+                // What follows a range is most often this thread's too.
+                for (s64 i = begin; i < end; ++i) add_chunk(chunk, place_of(i), i + 1 < chunks ? place_of(i + 1) : Place{}, part);
+            }
         });
         finish(parts, factor, dw);
     }
@@ -205,10 +209,17 @@ private:
         }
     }
 
+    // One of `all` equal parts.
+    static void fetch(const Place& place, s64 part, s64 all) {
+        for (int i = 0; i < 2; ++i) {
+            const s64 share = round_up(ceil_div(place.bytes[i], all), 64), end = std::min((part + 1) * share, place.bytes[i]);
+            for (s64 at = part * share; at < end; at += 64) __builtin_prefetch(place.sources[i] + at);
+        }
+    }
+
     // While it multiplies it fetches what is packed next, a part with every call of the kernel.
     void multiply(const Chunk& chunk, const Place& next, const Part& part) const {
         const s64 calls = ceil_div(columns, kMostColumns) * K / kFilters * static_cast<s64>(chunk.visits.size());
-        const s64 share[2] = {round_up(ceil_div(next.bytes[0], calls), 64), round_up(ceil_div(next.bytes[1], calls), 64)};
         s64 call = 0, first = 0;
         bool add = part.pixels > 0;
         for (const s64 last : chunk.visits) {
@@ -218,9 +229,7 @@ private:
                 const char* inputs[kMostColumns];
                 for (s64 i = 0; i < n; ++i) inputs[i] = chunk.x + offsets[static_cast<size_t>(column + i)];
                 for (s64 k = 0; k < K / kFilters; ++k, ++call) {
-                    for (int i = 0; i < 2; ++i)
-                        for (s64 at = call * share[i], end = std::min(at + share[i], next.bytes[i]); at < end; at += 64)
-                            __builtin_prefetch(next.sources[i] + at);
+                    fetch(next, call, calls);
                     Micro::multiply(n, inputs, chunk.g + k * g_block(), stretches, last - first,
                                     part.sums + (k * columns + column) * kFilters * kPanelChannels, add);
                 }
@@ -230,18 +239,24 @@ private:
         }
     }
 
-    // Σ (x + 128) g of 16 channels, modulo 2^32, made Σ x g.
-    static s32 without_offset(s32 sum, s32 filter_sum) {
-        return static_cast<s32>(static_cast<u32>(sum) - 128u * static_cast<u32>(filter_sum));
+    s64 place_of_sums(s64 k, s64 column) const {
+        return ((k / kFilters * columns + column) * kFilters + k % kFilters) * kPanelChannels;
+    }
+
+    // Of 16 channels. Σ (x + 128) g, modulo 2^32, is made Σ x g.
+    template <class Sum>
+    void add_sums(const Part& part, s64 k, s64 column, Sum (&total)[kPanelChannels]) const {
+        if (part.pixels == 0) return;
+        const s32* sums = part.sums + place_of_sums(k, column);
+        const u32 offset = 128u * static_cast<u32>(part.sums[sums_size() + k]);
+        for (s64 c = 0; c < kPanelChannels; ++c) total[c] += static_cast<s32>(static_cast<u32>(sums[c]) - offset);
     }
 
     void add_part(const Part& part, s64 k, s64 column, s64 (&total)[kPanelChannels]) const {
-        const s64 at = (k / kFilters * columns + column) * kFilters + k % kFilters;
-        if (!part.wide.empty())
-            for (s64 c = 0; c < kPanelChannels; ++c) total[c] += part.wide[static_cast<size_t>(at * kPanelChannels + c)];
-        if (part.pixels == 0) return;
-        const s32 *sums = part.sums + at * kPanelChannels, offset = part.sums[sums_size() + k];
-        for (s64 c = 0; c < kPanelChannels; ++c) total[c] += without_offset(sums[c], offset);
+        add_sums(part, k, column, total);
+        if (part.wide.empty()) return;
+        const s64* wide = part.wide.data() + place_of_sums(k, column);
+        for (s64 c = 0; c < kPanelChannels; ++c) total[c] += wide[c];
     }
 
     void move_sums(Part& part) const {
@@ -251,24 +266,37 @@ private:
             for (s64 column = 0; column < columns; ++column) {
                 s64 total[kPanelChannels] = {};
                 add_part(part, k, column, total);
-                const s64 at = (k / kFilters * columns + column) * kFilters + k % kFilters;
-                std::copy_n(total, kPanelChannels, part.wide.data() + at * kPanelChannels);
+                std::copy_n(total, kPanelChannels, part.wide.data() + place_of_sums(k, column));
             }
         part.pixels = 0;
     }
 
     void finish(const std::vector<Part>& parts, Factor factor, f32* dw) const {
+        const bool narrow = images * s.out[1] * s.out[2] <= kInt32Depth;
         parallel_for(sums_size() > kFewSums ? threads : 1, K, [&](s64 k) {
-            alignas(64) f32 factors[kPanelChannels];
-            for (s64 column = 0; column < columns; ++column) {
-                s64 total[kPanelChannels] = {};
-                for (const Part& part : parts) add_part(part, k, column, total);
+            f32* to = dw + k * columns * kPanelChannels;
+            for (s64 column = 0; column < columns; ++column, to += kPanelChannels) {
                 const s64 channel = column % panels * kPanelChannels;
-                for (s64 c = 0; c < kPanelChannels; ++c) factors[c] = factor.at(k, channel + c);
-                f32* to = dw + (k * columns + column) * kPanelChannels;
-                for (s64 c = 0; c < kPanelChannels; ++c) to[c] = static_cast<f32>(total[c]) * factors[c];
+                if (narrow) {
+                    s32 total[kPanelChannels] = {};
+                    for (const Part& part : parts) add_sums(part, k, column, total);
+                    write(total, k, channel, factor, to);
+                } else {
+                    s64 total[kPanelChannels] = {};
+                    for (const Part& part : parts) add_part(part, k, column, total);
+                    write(total, k, channel, factor, to);
+                }
             }
         });
+    }
+
+    template <class Sum>
+    static void write(const Sum (&total)[kPanelChannels], s64 k, s64 channel, Factor factor, f32* to) {
+        const f32* factors = &factor.values[k * factor.row + channel * factor.column];
+        if (factor.column == 0)
+            for (s64 c = 0; c < kPanelChannels; ++c) to[c] = static_cast<f32>(total[c]) * *factors;
+        else
+            for (s64 c = 0; c < kPanelChannels; ++c) to[c] = static_cast<f32>(total[c]) * factors[c * factor.column];
     }
 
     const ConvShape& s;
