@@ -35,6 +35,7 @@ const char* vector_output(Path path, const ConvShape& s, const s8* x, const s8* 
         case Algorithm::depthwise_vnni:
             avx512vnni::depthwise_output(s, x, w, factor, y, threads, finish);
             return "avx512vnni/depthwise";
+        case Algorithm::direct_vnni: avx512vnni::direct_output(s, x, w, factor, y, threads, finish); return "avx512vnni/direct";
         case Algorithm::gemm_vnni: avx512vnni::gemm_output(s, x, w, factor, y, threads, finish); return "avx512vnni/gemm_s8";
         case Algorithm::winograd_vnni:
             avx512vnni::winograd_output(s, x, w, factor, y, threads, finish);
@@ -102,10 +103,15 @@ namespace {
 constexpr s64 kCounted = 2 << 20;         // elements of an output that does not wait in the caches for its next reader
 constexpr s64 kTwoRowsBytes = 512 << 10;  // of an image: a depthwise kernel collects two rows of it
 
+// Kernels whose threads sum all channels of neighbouring pixels.
+bool sums_whole_rows(Algorithm algorithm) {
+    return algorithm == Algorithm::gemm || algorithm == Algorithm::gemm_vnni || algorithm == Algorithm::direct_vnni;
+}
+
 bool gives_whole_rows(const ConvShape& s, Algorithm algorithm) {
     if (algorithm == Algorithm::depthwise || algorithm == Algorithm::depthwise_vnni)
         return 2 * s.out[2] * s.out_channels * 4 <= kTwoRowsBytes;
-    return s.groups == 1 && (algorithm == Algorithm::gemm || algorithm == Algorithm::gemm_vnni);
+    return s.groups == 1 && sums_whole_rows(algorithm);
 }
 
 }  // namespace
@@ -145,6 +151,9 @@ const char* vector_grad_input(Path path, const ConvShape& s, const s8* g, const 
         case Algorithm::depthwise_vnni:
             avx512vnni::depthwise_grad_input(s, g, w, factor, dx, threads);
             return "avx512vnni/depthwise";
+        case Algorithm::direct_vnni:
+            avx512vnni::direct_grad_input(s, g, w, factor, dx, threads, finish);
+            return "avx512vnni/direct";
         case Algorithm::gemm_vnni:
             avx512vnni::gemm_grad_input(s, g, w, factor, dx, threads, finish);
             return "avx512vnni/gemm_s8";
@@ -165,7 +174,7 @@ const char* grad_input_with_waiting(Path path, const ConvShape& s, const s8* g, 
 #ifdef BYTEBACK_AVX2
     const bool dense = s.stride[0] * s.stride[1] * s.stride[2] == 1 && s.groups == 1;
     const Algorithm algorithm = make_plan(s, ProductKind::grad_input, path).algorithm;
-    if (!dense || (algorithm != Algorithm::gemm && algorithm != Algorithm::gemm_vnni)) return nullptr;
+    if (!dense || !sums_whole_rows(algorithm)) return nullptr;
     const char* kernel = nullptr;
     const auto multiply = [&](const Epilogue& finish) {
         kernel = vector_grad_input(path, s, g, w, factor, nullptr, threads, &finish);

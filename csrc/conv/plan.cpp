@@ -4,12 +4,17 @@
 #ifdef BYTEBACK_AVX2
 #include "core/avx2.h"
 #endif
+#ifdef BYTEBACK_AVX512VNNI
+#include "core/avx512vnni.h"
+#endif
 
 namespace byteback {
 #ifdef BYTEBACK_AVX2
 namespace {
 
 constexpr s64 kDepthwiseVector = 32;  // channels of AVX-512's depthwise kernels; other numbers of them are left to AVX2's
+
+constexpr s64 kBandBytes = 512 << 10;  // of the source that a row of the result meets, for direct convolution
 
 // A Winograd tile makes 4x4 pixels, of which small images throw some away. With AVX2 that leaves Winograd ahead of the matrix
 // product but for images of one or two pixels. With AVX-512 VNNI the matrix product is twice as fast; measured there, as times
@@ -26,6 +31,49 @@ bool winograd_pays(const ConvShape& shape, ProductKind kind, Path path) {
 }
 
 #ifdef BYTEBACK_AVX512VNNI
+// Direct convolution copies the source once, where the matrix product gathers it tap by tap and Winograd transforms it. Measured on
+// a Zen 5 with full-width vectors, one thread and two, output and grad_input:
+//
+//     as times of the matrix product, kernels of 3x3 to 7x7, 1x7 and 7x1, stride 1 and 2
+//         3 channels 1.3 to 2.6    16 and 32 channels 1.3 to 3    48 to 128 1.0 to 1.5    192 to 512 1.0 to 1.2
+//     as times of Winograd, equal numbers of channels, by images
+//         tiles all used (8x8, 16x16, 32x32)  16 channels 0.95, 1.2, 1.3   32: 1.1, 1.3, 1.3   48: 1.1   64: 0.95, 0.95, 0.9
+//         0.77 used (7x7, 14x14)              16 channels 1.1, 1.3         64: 1.2, 1.3   96: 1.1, 1.2   128: 1.0, 1.15
+//         4x4                                 16 channels 0.8              32: 0.8    64: 0.8
+//     32 channels to 16: 0.85, 64 to 16: 0.95 (half of a block's columns are empty)
+//
+// It is slower than the matrix product where rows are so short that a block has few pixels (0.8 for 2x2, 0.95 for 5x5 with 512
+// channels), where the work is mostly to pack weights (one image of 7x7: 0.85), and where taps do not overlap.
+bool direct_beats_gemm(const ConvShape& shape, ProductKind kind) {
+    const bool output = kind == ProductKind::output;
+    const s64* source = output ? shape.in : shape.out;
+    const s64 channels = output ? shape.in_channels : shape.out_channels;
+    const s64 lines = output ? shape.out[1] : shape.in[1] / shape.stride[1];
+    const s64 row = output ? shape.out[2] : shape.in[2] / shape.stride[2];
+    const s64 reach = 1 + (shape.kernel[1] - 1) * shape.dilation[1],
+              width = source[2] + (shape.kernel[2] - 1) * shape.dilation[2];
+    if (shape.kernel[1] <= shape.stride[1] && shape.kernel[2] <= shape.stride[2]) return false;
+    return channels <= 512 && row >= (channels <= 128 ? 4 : 7) && shape.batch * lines >= 32 &&
+           reach * width * channels <= kBandBytes;
+}
+
+bool direct_beats_winograd(const ConvShape& shape, ProductKind kind) {
+    const bool output = kind == ProductKind::output;
+    const s64* image = output ? shape.out : shape.in;
+    const s64 C = output ? shape.in_channels : shape.out_channels, K = output ? shape.out_channels : shape.in_channels;
+    const s64 pixels = image[1] * image[2], tiles = ceil_div(image[1], 4) * ceil_div(image[2], 4);
+    if (tiles < (K <= 16 ? 9 : 4) || (K <= 16 && C > 16)) return false;
+    return C * K * pixels * pixels <= 29 * (C + K) * 256 * tiles * tiles;
+}
+
+bool direct_pays(const ConvShape& shape, ProductKind kind, Path path) {
+    if (path != Path::avx512vnni || kind == ProductKind::grad_weight) return false;
+    const bool fits =
+        kind == ProductKind::output ? avx512vnni::direct_output_fits(shape) : avx512vnni::direct_grad_input_fits(shape);
+    if (!fits || !direct_beats_gemm(shape, kind)) return false;
+    return !avx2::winograd_fits(shape) || !winograd_pays(shape, kind, path) || direct_beats_winograd(shape, kind);
+}
+
 // Of the block that a matrix product multiplies in registers, by its columns (gemm_multiply_avx512vnni.h).
 const char* reason_of_vnni(s64 columns) {
     if (columns > 16)
@@ -46,6 +94,10 @@ Plan make_plan(const ConvShape& shape, ProductKind kind, Path path) {
         return {path == Path::avx512vnni && shape.in_channels % kDepthwiseVector == 0 ? Algorithm::depthwise_vnni
                                                                                       : Algorithm::depthwise,
                 false, "one input channel per output channel: memory traffic decides, not arithmetic"};
+#ifdef BYTEBACK_AVX512VNNI
+    if (direct_pays(shape, kind, path))
+        return {Algorithm::direct_vnni, false, "few channels: reads every tap in place; u8·s8 multiplies, 512-bit blocks"};
+#endif
     if (avx2::winograd_fits(shape) && winograd_pays(shape, kind, path))
         return {path == Path::avx512vnni ? Algorithm::winograd_vnni : Algorithm::winograd, false,
                 shape.kernel[0] == 1 ? "3x3 with stride 1: Winograd F(4x4,3x3) needs a quarter of the multiplications"
@@ -68,6 +120,7 @@ Plan make_plan(const ConvShape& shape, ProductKind kind, Path path) {
 const char* name_of(Algorithm algorithm) {
     switch (algorithm) {
         case Algorithm::direct: return "direct";
+        case Algorithm::direct_vnni: return "direct_vnni";
         case Algorithm::gemm: return "gemm";
         case Algorithm::gemm_vnni: return "gemm_vnni";
         case Algorithm::winograd: return "winograd";

@@ -8,7 +8,7 @@
 namespace byteback {
 
 enum class ProductKind { output, grad_input, grad_weight };
-enum class Algorithm { direct, gemm, gemm_vnni, winograd, winograd_vnni, depthwise, depthwise_vnni };
+enum class Algorithm { direct, direct_vnni, gemm, gemm_vnni, winograd, winograd_vnni, depthwise, depthwise_vnni };
 
 struct Plan {
     Algorithm algorithm;

@@ -17,6 +17,13 @@ void winograd_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y,
 void winograd_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads);
 void winograd_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
 
+// Direct convolution of images with one group (direct_avx512vnni.cpp), where these say so.
+bool direct_output_fits(const ConvShape&);
+bool direct_grad_input_fits(const ConvShape&);
+void direct_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads, const Epilogue* finish = nullptr);
+void direct_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads,
+                       const Epilogue* finish = nullptr);
+
 // One input channel per output channel (depthwise_avx512vnni.cpp). plan.cpp uses them for multiples of 32 channels.
 bool depthwise_fits(const ConvShape&);
 void depthwise_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads,

@@ -25,24 +25,6 @@ constexpr s64 kPixelBytes = 12 << 10;  // of those that are multiplied together,
 
 struct SourceScratch {};
 
-// Taps of one row, side by side.
-struct TapRun {
-    s64 row, column;  // offset of the first
-    s64 first, taps;
-};
-
-std::vector<TapRun> tap_runs(const std::vector<Tap>& taps) {
-    std::vector<TapRun> runs;
-    for (s64 t = 0; t < static_cast<s64>(taps.size()); ++t) {
-        const s64 row = taps[static_cast<size_t>(t)].offset[1], column = taps[static_cast<size_t>(t)].offset[2];
-        if (!runs.empty() && runs.back().row == row && runs.back().column + runs.back().taps == column)
-            ++runs.back().taps;
-        else
-            runs.push_back({row, column, t, 1});
-    }
-    return runs;
-}
-
 struct Phase {
     Product product;
     std::vector<TapRun> runs;

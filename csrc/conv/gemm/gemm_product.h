@@ -13,7 +13,7 @@
 #include <cmath>
 #include <vector>
 
-#include "conv/gemm/gemm_weights.h"
+#include "conv/gemm/tap_phases.h"
 
 namespace byteback {
 namespace {
@@ -306,45 +306,6 @@ void output_group(const ConvShape& s, s64 group, const s8* x, const s8* w, Facto
         p.result_step[axis] = 1;
     }
     run_product<Micro>(p, {w + group * K * taps * C, taps, C, true}, threads);
-}
-
-// The grad_input pixels i with (i + padding) % stride == phase, and the taps that reach them.
-bool phase_of(const ConvShape& s, const s64 (&phase)[3], Product& p) {
-    for (int axis = 0; axis < 3; ++axis) {
-        const s64 start = ((phase[axis] - s.padding[axis]) % s.stride[axis] + s.stride[axis]) % s.stride[axis];
-        p.result_start[axis] = start;
-        p.result_step[axis] = s.stride[axis];
-        p.grid[axis] = start < s.in[axis] ? ceil_div(s.in[axis] - start, s.stride[axis]) : 0;
-    }
-    p.taps.clear();
-    for (s64 t = 0; t < s.taps(); ++t) {
-        const s64 at[3] = {t / (s.kernel[1] * s.kernel[2]), t / s.kernel[2] % s.kernel[1], t % s.kernel[2]};
-        Tap tap{{}, t};
-        bool meets = true;
-        for (int axis = 0; axis < 3; ++axis) {
-            // Output pixel o with o * stride = i + padding - t * dilation, for i = start + grid * stride.
-            const s64 from = p.result_start[axis] + s.padding[axis] - at[axis] * s.dilation[axis];
-            meets = meets && from % s.stride[axis] == 0;
-            tap.offset[axis] = from / s.stride[axis];
-        }
-        if (meets) p.taps.push_back(tap);
-    }
-    return p.grid_pixels() > 0;
-}
-
-// Which phases of an axis are reached by a tap: not all if the stride is larger than the kernel, or shares a divisor with the
-// dilation.
-std::vector<char> phases_met(const ConvShape& s, int axis) {
-    std::vector<char> met(static_cast<size_t>(s.stride[axis]), 0);
-    for (s64 t = 0; t < s.kernel[axis]; ++t) met[static_cast<size_t>(t * s.dilation[axis] % s.stride[axis])] = 1;
-    return met;
-}
-
-bool leaves_pixels_out(const ConvShape& s) {
-    for (int axis = 0; axis < 3; ++axis)
-        for (char met : phases_met(s, axis))
-            if (!met) return true;
-    return false;
 }
 
 // What a pixel gets that no tap reaches: the integer 0 times the factor, which is 0, but NaN where two scales have an infinite

@@ -17,6 +17,7 @@ _INSTRUCTIONS = {
     "avx2/winograd": ("vpmaddwd", 0.25),
     "avx2/depthwise": ("vpmaddwd", 1.0),
     "avx512vnni/gemm_s8": ("vpdpbusd", 1.0),
+    "avx512vnni/direct": ("vpdpbusd", 1.0),
     "avx512vnni/winograd": ("vpdpwssd", 0.25),
     "avx512vnni/depthwise": ("vpdpwssd", 1.0),
 }

@@ -122,11 +122,11 @@ struct Scales {
     __m512 factors[kVectors];
     __mmask16 there[kVectors];
 
-    Scales(const FloatsTo& out, s64 columns) {
+    Scales(const f32* from, bool vary, s64 columns) {
         for (int v = 0; v < kVectors; ++v) {
             const s64 n = std::min<s64>(columns - v * kColumns, kColumns);
             there[v] = static_cast<__mmask16>((1u << n) - 1);
-            factors[v] = out.vary ? _mm512_maskz_loadu_ps(there[v], out.factors + v * kColumns) : _mm512_set1_ps(*out.factors);
+            factors[v] = vary ? _mm512_maskz_loadu_ps(there[v], from + v * kColumns) : _mm512_set1_ps(*from);
         }
     }
 
@@ -147,7 +147,7 @@ __attribute__((always_inline)) inline void multiply_and_write(std::integer_seque
     if (!out.stream) (fetch_to_write(at(kAt)), ...);
     Vector sums[kCount * kVectors];
     multiply_rows<Vector, kVectors>(std::make_integer_sequence<int, kCount>(), block, sums);
-    const Scales<kVectors> scales(out, block.columns);
+    const Scales<kVectors> scales(out.factors, out.vary, block.columns);
     ((out.rows[kAt / kVectors] ? scales.write(kAt % kVectors, sums[kAt], at(kAt), out.stream) : void()), ...);
 }
 
