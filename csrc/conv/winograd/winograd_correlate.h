@@ -66,6 +66,7 @@ CorrelationPlan plan_correlation(const Correlation& c, const Share& share) {
 // Tiles first .. last-1 into a block at `at`: [position][tile][time tap][channel].
 void transform_inputs(const Correlation& c, const CorrelationPlan& p, s64 first, s64 last, V* strip, char* at) {
     const Tiling& t = c.tiling;
+    const s64 plane = p.plane;  // or the compiler would read it again after every store
     for (s64 begin = first; begin < last; begin += kStripTiles)
         for (s64 tap = 0; tap < c.weights.taps; ++tap) {
             const s64 end = std::min(last, begin + kStripTiles);
@@ -79,7 +80,7 @@ void transform_inputs(const Correlation& c, const CorrelationPlan& p, s64 first,
                     for (int i = 0; i < 6; ++i) {
                         T row[6];
                         tiles.transform_row(columns, tile, i, row);
-                        for (int j = 0; j < 6; ++j) store_channels(to + (i * 6 + j) * p.plane, row[j]);
+                        for (int j = 0; j < 6; ++j) store_channels(to + (i * 6 + j) * plane, row[j]);
                     }
             });
         }
