@@ -66,6 +66,7 @@ CorrelationPlan plan_correlation(const Correlation& c, const Share& share) {
 // Tiles first .. last-1 into a block at `at`: [position][tile][time tap][channel].
 void transform_inputs(const Correlation& c, const CorrelationPlan& p, s64 first, s64 last, V* strip, char* at) {
     const Tiling& t = c.tiling;
+    const s64 plane = p.plane;  // or the compiler would read it again after every store
     for (s64 begin = first; begin < last; begin += kStripTiles)
         for (s64 tap = 0; tap < c.weights.taps; ++tap) {
             const s64 end = std::min(last, begin + kStripTiles);
@@ -79,7 +80,7 @@ void transform_inputs(const Correlation& c, const CorrelationPlan& p, s64 first,
                     for (int i = 0; i < 6; ++i) {
                         T row[6];
                         tiles.transform_row(columns, tile, i, row);
-                        for (int j = 0; j < 6; ++j) store_channels(to + (i * 6 + j) * p.plane, row[j]);
+                        for (int j = 0; j < 6; ++j) store_channels(to + (i * 6 + j) * plane, row[j]);
                     }
             });
         }
@@ -129,24 +130,22 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
     if (panels == 1 && tiles <= kRows) {
         const Repeat over_positions{kPositions, p.plane, lines * 2 * kPanel, kPanel};
         const char* a = inputs + begin * 2;
-        multiply(tiles, a, p.row, 4, own.panels + begin / 2 * 2 * kPanel, pairs, own.products, {a + p.plane, 32},
-                 over_positions);
+        multiply(tiles, 1, {a, p.row, 4, own.panels + begin / 2 * 2 * kPanel, 0, pairs, own.products, 0},
+                 {a + p.plane, 32, p.row}, over_positions);
         return;
     }
     const s64 at_once = panels == 1 ? std::max<s64>(1, tiles / kRows) * kRows : kRows;
     const Repeat over_tiles{at_once / kRows, kRows * p.row, 0, kRows * kTile};
-    const Repeat over_panels{panels, 0, panel_size(depth), p.block_tiles * kTile};
     for (int position = 0; position < kPositions; ++position) {
         const char* plane = inputs + position * p.plane + begin * 2;
         const s16* b = own.panels + (position * lines + begin / 2) * 2 * kPanel;
         for (s64 tile = 0; tile < tiles; tile += at_once) {
             const char* a = plane + tile * p.row;
             const char* next = tile + kRows < tiles ? a + kRows * p.row : plane + p.plane;
-            multiply(std::min<s64>(kRows, tiles - tile), a, p.row, 4, b, pairs, own.products + tile * kTile + position * kPanel,
-                     {next, 32},
-                     panels > 1  ? over_panels
-                     : tile == 0 ? over_tiles
-                                 : Repeat{});
+            const Multiply block{a, p.row, 4, b, panel_size(depth), pairs, own.products + tile * kTile + position * kPanel,
+                                 p.block_tiles * kTile};
+            multiply(std::min<s64>(kRows, tiles - tile), panels, block, {next, 32, p.row},
+                     panels == 1 && tile == 0 ? over_tiles : Repeat{});
         }
     }
 }

@@ -75,14 +75,14 @@ GradWeightPlan plan_grad_weight(const GradWeight& g, int threads) {
 struct GradWeightThread {
     s16* gradients;  // panels of a chunk
     s16* inputs;
-    s32* products;  // [k][position][c], 16 of each
+    s32* products;  // [panel of c][k][position][c], 16 of each
     Half* strip;    // see Strip
 
     void reserve(Arena& arena, const GradWeight& g, const GradWeightPlan& p) {
         const s64 size = panel_size(p.chunk_tiles);
         arena.reserve(gradients, std::min(kGradientPanels, ceil_div(g.out_channels(), kPanel)) * size);
         arena.reserve(inputs, kInputPanels * size);
-        arena.reserve(products, kPanel * kTile);
+        arena.reserve(products, kInputPanels * kPanel * kTile);
         arena.reserve(strip, Strip<InputTransform>::size());
     }
 };
@@ -148,17 +148,21 @@ void finish_panel(const GradWeight& g, const GradWeightPlan& p, const s32* produ
     }
 }
 
-// 16 x 16 channels of a chunk. While it multiplies it fetches the operands of the next position and the sums that finish_panel
-// will add to: 144 rows of a cache line, `stride` bytes apart.
-void multiply_panel(const s16* gradients, const s16* inputs, s64 rows, s64 pairs, s64 lines, s32* products, const char* sums,
-                    s64 stride) {
+// 16 gradient channels and `panels` times 16 input channels of a chunk. While it multiplies it fetches the operands of the next
+// position and the sums that finish_panel will add to: 144 rows of a cache line per panel, `stride` bytes apart.
+void multiply_panels(const s16* gradients, const s16* inputs, s64 rows, s64 panels, s64 pairs, s64 lines, s64 size,
+                     s32* products, const char* sums, s64 stride) {
     for (int position = 0; position < kPositions; ++position, gradients += lines * 2 * kPanel, inputs += lines * 2 * kPanel) {
-        for (int i = 0; i < 4; ++i, sums += stride) __builtin_prefetch(sums);
+        for (int i = 0; i < 4; ++i, sums += stride)
+            for (s64 panel = 0; panel < panels; ++panel) __builtin_prefetch(sums + panel * 64);
         const char* a = reinterpret_cast<const char*>(gradients);
-        const Ahead ahead[3] = {{reinterpret_cast<const char*>(inputs) + lines * 64, 64}, {a + lines * 64, 64}, {a, 0}};
+        const Ahead ahead[3] = {
+            {reinterpret_cast<const char*>(inputs) + lines * 64, 64, 0}, {a + lines * 64, 64, 0}, {a, 0, 0}};
         for (s64 row = 0; row < rows; row += kRows)
-            multiply(std::min<s64>(kRows, rows - row), a + 4 * row, 4, 4 * kPanel, inputs, pairs,
-                     products + row * kTile + position * kPanel, ahead[row / kRows]);
+            multiply(std::min<s64>(kRows, rows - row), panels,
+                     {a + 4 * row, 4, 4 * kPanel, inputs, size, pairs, products + row * kTile + position * kPanel,
+                      kPanel * kTile},
+                     ahead[row / kRows]);
     }
 }
 
@@ -172,16 +176,16 @@ void grad_weight_chunk(const GradWeight& g, const GradWeightPlan& p, const GradW
     for (s64 block = c_begin; block < c_end; block += kInputPanels * kPanel) {
         const s64 block_end = std::min(c_end, block + kInputPanels * kPanel);
         transform_pairs<InputTransform>(g.inputs, tile, last, block, block_end, p.chunk_tiles, own.strip, own.inputs);
-        for (s64 k = k_begin; k < k_end; k += kPanel)
-            for (s64 c = block; c < block_end; c += kPanel) {
-                const s16* a = own.gradients + (k - k_begin) / kPanel * size;
-                const s16* b = own.inputs + (c - block) / kPanel * size;
-                const s64 rows = std::min<s64>(kPanel, k_end - k);
-                const bool adds = !(first && done);  // else the sums are never touched
-                multiply_panel(a, b, rows, pairs, lines, own.products, reinterpret_cast<const char*>(sums + k * 9 * p.row + c),
-                               adds ? 4 * p.row : 0);
-                finish_panel(g, p, own.products, k, c, sums, first, done);
-            }
+        const s64 panels = ceil_div(block_end - block, kPanel);
+        for (s64 k = k_begin; k < k_end; k += kPanel) {
+            const s16* a = own.gradients + (k - k_begin) / kPanel * size;
+            const s64 rows = std::min<s64>(kPanel, k_end - k);
+            const bool adds = !(first && done);  // else the sums are never touched
+            multiply_panels(a, own.inputs, rows, panels, pairs, lines, size, own.products,
+                            reinterpret_cast<const char*>(sums + k * 9 * p.row + block), adds ? 4 * p.row : 0);
+            for (s64 panel = 0; panel < panels; ++panel)
+                finish_panel(g, p, own.products + panel * kPanel * kTile, k, block + panel * kPanel, sums, first, done);
+        }
     }
 }
 

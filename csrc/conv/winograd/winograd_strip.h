@@ -50,7 +50,7 @@ public:
     static constexpr s64 size() { return kStripTiles * kSize * 6; }  // vectors
 
     // Tiles first .. last-1, at most kStripTiles, under a time tap. Tiles from `t.count` on are zeros.
-    Strip(const Tiling& t, s64 first, s64 last, s64 tap) {
+    Strip(const Tiling& t, s64 first, s64 last, s64 tap) : ahead_(4 * t.width * t.channels) {
         for (s64 tile = first; tile < last;) {
             const s64 in_row = t.tiles_w - tile % t.tiles_w;
             const s64 tiles = tile < t.count ? std::min({in_row, last - tile, t.count - tile}) : last - tile;
@@ -74,6 +74,7 @@ public:
                 T pixels[kSize];
                 for (int r = 0; r < kSize; ++r) {
                     pixels[r] = load(rows[r]);
+                    if (r >= kSize - 4) __builtin_prefetch(rows[r] + ahead_);
                     rows[r] += s.steps[r];
                 }
                 Transform::apply_1d(pixels, 1, strip, 1);
@@ -116,6 +117,7 @@ private:
     Stretch<kSize> stretches_[kStripTiles];
     s64 starts_[kStripTiles];  // the first column of each tile
     s64 count_ = 0, columns_ = 0;
+    s64 ahead_;  // bytes to the tiles below
 };
 
 }  // namespace

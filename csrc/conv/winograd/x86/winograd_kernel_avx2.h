@@ -28,9 +28,7 @@ __attribute__((always_inline)) inline void multiply_row(__m256i& low, __m256i& h
         : [b_low] "x"(b_low), [b_high] "x"(b_high), [a] "m"(*reinterpret_cast<const PairAlias*>(a)));
 }
 
-// products[i * kTile + j] = Σ_pair a[i, pair] · b[pair, j], for at least one pair. Row i of a begins at a + i * row bytes, its
-// next pair is `step` bytes on, so that rows may lie one after the other (output) or interleaved (grad_weight). b is dense, 64
-// bytes a pair.
+// One panel of Multiply.
 template <int kCount>
 __attribute__((always_inline)) inline void multiply_once(const char* a, s64 row, s64 step, const s16* b, s64 pairs,
                                                          s32* products, Ahead ahead) {
@@ -67,24 +65,26 @@ __attribute__((always_inline)) inline void multiply_once(const char* a, s64 row,
 }
 
 template <int kCount>
-__attribute__((noinline)) void multiply_rows(const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products,
-                                             Ahead ahead, const Repeat& repeat) {
+__attribute__((noinline)) void multiply_rows(const Multiply& m, Ahead ahead, const Repeat& repeat) {
+    const char* a = m.a;
+    const s16* b = m.b;
+    s32* products = m.products;
     for (s64 i = 0; i < repeat.count; ++i) {
-        multiply_once<kCount>(a, row, step, b, pairs, products, ahead);
+        multiply_once<kCount>(a, m.row, m.step, b, m.pairs, products, ahead);
         a += repeat.a, ahead.at += repeat.a, b += repeat.b, products += repeat.products;
     }
 }
 
-// The same for 1 to 6 rows.
-inline void multiply(s64 rows, const char* a, s64 row, s64 step, const s16* b, s64 pairs, s32* products, Ahead ahead,
-                     const Repeat& repeat = {}) {
+// 1 to 6 rows and any number of panels; `repeat` is for one.
+inline void multiply(s64 rows, s64 panels, const Multiply& m, Ahead ahead, Repeat repeat = {}) {
+    if (panels > 1) repeat = {panels, 0, m.b_panel, m.products_panel};
     switch (rows) {
-        case 1: return multiply_rows<1>(a, row, step, b, pairs, products, ahead, repeat);
-        case 2: return multiply_rows<2>(a, row, step, b, pairs, products, ahead, repeat);
-        case 3: return multiply_rows<3>(a, row, step, b, pairs, products, ahead, repeat);
-        case 4: return multiply_rows<4>(a, row, step, b, pairs, products, ahead, repeat);
-        case 5: return multiply_rows<5>(a, row, step, b, pairs, products, ahead, repeat);
-        default: return multiply_rows<6>(a, row, step, b, pairs, products, ahead, repeat);
+        case 1: return multiply_rows<1>(m, ahead, repeat);
+        case 2: return multiply_rows<2>(m, ahead, repeat);
+        case 3: return multiply_rows<3>(m, ahead, repeat);
+        case 4: return multiply_rows<4>(m, ahead, repeat);
+        case 5: return multiply_rows<5>(m, ahead, repeat);
+        default: return multiply_rows<6>(m, ahead, repeat);
     }
 }
 
