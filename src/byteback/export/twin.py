@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from byteback import ops
+from byteback.convert.graph.norm_act import after_norm
 from byteback.convert.restore import restore
 from byteback.export import detectors
 from byteback.export.served import KINDS, Constants, Folded, Served
@@ -54,7 +55,9 @@ def twin_of(model: nn.Module, exact: bool) -> Twin:
         block = getattr(layer, "int8_block", None)
         norm = None
         if block is not None and block.norm is not None and layer.enabled:
-            norm = norms.setdefault(block.norm, Folded(block.norm))
+            if block.norm not in norms:
+                norms[block.norm] = Folded(block.norm, after_norm(twin.get_submodule(block.norm)))
+            norm = norms[block.norm]
             _replace(twin, block.norm, norm)
         a, b = _coefficients(layer, modules[norm.name] if norm is not None else None)
         if layer.runs_int8("output"):
