@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from byteback.convert.graph.norm_act import norm_graph
-from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
+from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, copy_of, watched_after, watched_before
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.fused.activations import BY_MODULE, BY_TARGET, misfit_of_call, misfit_of_module
+from byteback.nn.layers.computed import convolutions_of
 from byteback.nn.layers.frozen_norm import FusedNorm, is_frozen_norm
+from byteback.nn.layers.subclass import overrides_forward
 
 _NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
 _PLAIN_FORWARDS = {norm.forward for norm in _NORMS.values()}
@@ -218,10 +220,11 @@ class Nodes:
 
 def why_not_fused(conv: nn.Module) -> str | None:
     """Returns why a convolution cannot start any block; None if it can."""
-    base = next(kind for kind in CONVOLUTIONS if isinstance(conv, kind))
-    cls = _float_class(conv)
-    if cls.forward is not base.forward or cls._conv_forward is not base._conv_forward or "forward" in conv.__dict__:
+    own = overrides_forward(_float_class(conv))
+    if "forward" in conv.__dict__ or (own and convolutions_of(copy_of(conv)) != "last"):
         return f"a {type(conv).__name__} that overrides forward"
+    if conv._forward_pre_hooks and "weight" not in conv._parameters:
+        return "a hook computes its weight (parametrizations of torch.nn.utils.parametrize are fused)"
     return "a hook reads its output" if watched_after(conv) else None
 
 

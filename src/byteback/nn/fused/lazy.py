@@ -30,7 +30,6 @@ from byteback.nn.autograd import ConvProducts
 from byteback.nn.fused.activations import BY_CALL, OPTIONS, WITH_MASK, misfit_of_call
 from byteback.nn.fused.block import Block, Call, Stages, run_block
 from byteback.nn.fused.sources import LazyActivation, Poolable
-from byteback.nn.layers.weights import own_parameter
 from byteback.ops.backends.registry import runs_blocks
 from byteback.ops.contract import layout
 
@@ -66,9 +65,9 @@ def may_fuse(layer: Any, x: Tensor) -> bool:
     return True
 
 
-def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int) -> Tensor:
+def begin_block(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: ConvProducts, slot: int) -> Tensor:
     """Returns the output of `layer` as a tensor that records the stages after it."""
-    weight, bias, block = own_parameter(layer, "weight"), own_parameter(layer, "bias"), layer.int8_block
+    block = layer.int8_block
     size, strides = _output_layout(x.shape, x.stride(), weight.shape, weight.stride(), products)
     versions = _versions(x, weight, bias)
     call = Call(x, layer, block, weight, bias, products, slot, size, strides, _modes(), versions)
