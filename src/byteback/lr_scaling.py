@@ -30,8 +30,9 @@ from torch.optim import SGD, Optimizer
 
 from byteback.convert import int8_layers
 from byteback.nn import Int8Layer, flags, ranks
+from byteback.nn.layers.computed import weight_parameters
 from byteback.nn.layers.layer import factors
-from byteback.nn.layers.weights import own_parameter, refuse_training
+from byteback.nn.layers.weights import refuse_training
 from byteback.nn.undo import Watch, drop_step, end_step, refuse_step
 from byteback.ops.backends.cpu import allocator
 from byteback.ops.contract import layout
@@ -42,6 +43,7 @@ class _Before(NamedTuple):
     """A weight whose step will be scaled, as it was before the step."""
 
     owners: list[Int8Layer]
+    number: int  # of the weight among the parameters of its layer
     factor: Any  # None if it is only known after the step
     group: dict[str, Any] | None  # the parameter group, if the optimizer stores the direction of its step
     version: int  # of the weight
@@ -103,23 +105,23 @@ class LearningRateScaling:
     @torch.no_grad()
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         for layer in self.layers.values():
-            if layer.int8_frozen is not None and layer.weight.grad is not None:
+            if layer.int8_frozen is not None and any(weight.grad is not None for weight in weight_parameters(layer)):
                 refuse_training(layer, "the optimizer takes a step")
         closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself
         if closure is None:
             self._judge_gradients(optimizer)
         stepped = [
-            (weight, owners)
-            for weight, owners in self._by_weight()
+            (weight, number, owners)
+            for weight, number, owners in self._by_weight()
             if weight.grad is not None or (closure is not None and weight.requires_grad)
         ]
         # With a closure, the gradients and so the factors are only computed during the step.
-        known = [None] * len(stepped) if closure is not None else _factors([owners for _, owners in stepped])
+        known = [None] * len(stepped) if closure is not None else _factors([owners for *_, owners in stepped])
         scaled = [(*own, factor) for own, factor in zip(stepped, known, strict=True) if not _is_one(factor)]
         directed = _directed(optimizer) if scaled else {}
         self._before = [
-            _Before(owners, factor, group, weight._version, None if group is not None else _copy(_shard(weight)))
-            for weight, owners, factor in scaled
+            _Before(owners, number, factor, group, weight._version, None if group is not None else _copy(_shard(weight)))
+            for weight, number, owners, factor in scaled
             for group in [directed.get(id(weight))]
         ]
         if closure is None:
@@ -138,8 +140,8 @@ class LearningRateScaling:
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         late = _factors([before.owners for before in self._before if before.factor is None])
         weights, saved, shorter = [], [], []
-        for owners, known, group, version, w0 in self._before:
-            factor, weight = late.pop(0) if known is None else known, own_parameter(owners[0], "weight")
+        for owners, number, known, group, version, w0 in self._before:
+            factor, weight = late.pop(0) if known is None else known, weight_parameters(owners[0])[number]
             if _is_one(factor):
                 continue
             if w0 is None:
@@ -157,12 +159,15 @@ class LearningRateScaling:
             torch._foreach_add_([numerics._buffers["iteration"] for numerics in every], 1)
         end_step(self.model)
 
-    def _by_weight(self) -> list[tuple[Tensor, list[Int8Layer]]]:
-        """Returns each weight with the layers that share it, because its step is scaled only once."""
-        owners: dict[int, tuple[Tensor, list[Int8Layer]]] = {}
+    def _by_weight(self) -> list[tuple[Tensor, int, list[Int8Layer]]]:
+        """Returns each weight, its number in the first layer that has it, and all these layers: its step is scaled only once.
+
+        A weight that is computed has several parameters (nn/layers/computed.py), and the steps of all of them are scaled.
+        """
+        owners: dict[int, tuple[Tensor, int, list[Int8Layer]]] = {}
         for layer in self.layers.values():
-            weight: Tensor = own_parameter(layer, "weight")
-            owners.setdefault(id(weight), (weight, []))[1].append(layer)
+            for number, weight in enumerate(weight_parameters(layer)):
+                owners.setdefault(id(weight), (weight, number, []))[2].append(layer)
         return list(owners.values())
 
     # ---- several ranks, and on_nonfinite="skip" ----
@@ -221,9 +226,8 @@ def _factors(groups: list[list[Int8Layer]]) -> list[Any]:
     found = iter(factors([layer for owners in groups for layer in owners]))
     own = [[next(found) for _ in owners] for owners in groups]
     if any(isinstance(factor, Tensor) for row in own for factor in row):
-        return [
-            torch.stack([_on_device(f, o[0].weight.device) for f in row]).amin() for o, row in zip(groups, own, strict=True)
-        ]
+        devices = [owners[0].quantizers.count.device for owners in groups]
+        return [torch.stack([_on_device(f, at) for f in row]).amin() for at, row in zip(devices, own, strict=True)]
     return [min(row) for row in own]
 
 
@@ -323,14 +327,19 @@ def scale_learning_rates(optimizer: Optimizer, model: nn.Module, *, process_grou
             f"scale_learning_rates: {type(inner).__name__} has none of the {len(every)} int8 weights of this model and no "
             "other parameter of it, so it never updates this model. Create the optimizer from its model.parameters()."
         )
-    mine = {name: layer for name, layer in every.items() if id(layer.weight) in owned}
+    mine = {name: layer for name, layer in every.items() if any(id(one) in owned for one in weight_parameters(layer))}
     _refuse_second(inner, model, mine)
     for old in _hooks(inner, model):
         old.remove()  # it has no layers
     # A weight without requires_grad is never updated, but its layer may compute grad_input, and then needs to count steps.
-    frozen = [name for name, layer in every.items() if not layer.weight.requires_grad and _optimizer_of(layer) is None]
+    frozen = [name for name, layer in every.items() if _is_fixed(layer) and _optimizer_of(layer) is None]
     layers = {name: layer for name, layer in every.items() if name in mine or name in frozen}
     return LearningRateScaling(inner, layers, model, process_group)
+
+
+def _is_fixed(layer: Int8Layer) -> bool:
+    """Whether no parameter of the weight is trained."""
+    return not any(weight.requires_grad for weight in weight_parameters(layer))
 
 
 def _hooks(optimizer: Optimizer, model: nn.Module) -> list[LearningRateScaling]:
@@ -362,7 +371,7 @@ def _taken(optimizer: Optimizer, model: nn.Module, mine: dict[str, Int8Layer]) -
     """Returns a layer that is already connected, and its optimizer; None if there is none."""
     for name, layer in mine.items():
         other = _optimizer_of(layer)
-        if other is not None and id(layer.weight) in _parameters(other):
+        if other is not None and any(id(one) in _parameters(other) for one in weight_parameters(layer)):
             return name, other
     return next(((next(iter(old.layers)), optimizer) for old in _hooks(optimizer, model) if old.layers), None)
 

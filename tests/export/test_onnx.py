@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import byteback
+import small_norm_act
 from byteback.export import check, onnx_bytes
 from byteback.export.comparing import Check, session
 
@@ -218,3 +219,14 @@ def test_the_promises_of_a_check() -> None:
     found.layers.add(np.zeros(1, np.int8), np.array([2], np.int8))
     assert "by more than one" in found.failures()[1]
     assert Check(exact=True, same_top1=0.99).failures() == ["99.00% of the predictions are the same, less than 99.5%"]
+
+
+def test_a_norm_that_applies_an_activation() -> None:
+    torch.manual_seed(1)
+    small = trained(nn.Sequential(small_norm_act.Net(), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    data = onnx_bytes(small, torch.zeros(2, 3, 16, 16), exact=True)
+    with torch.no_grad():
+        expected = small(images(2)).numpy()
+    session_ = session(data)
+    made = session_.run(None, {session_.get_inputs()[0].name: images(2).numpy()})[0]
+    assert np.abs(made - expected).max() <= 1e-4 * np.abs(expected).max()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from byteback.convert.layers import int8_layers
+from byteback.nn.layers.computed import is_weight
 from byteback.nn.layers.weights import Frozen, unwatch_loading, watch_loading
 
 
@@ -38,7 +39,7 @@ def freeze(model: nn.Module) -> nn.Module:
             )
     made = {layer: Frozen() for layer in layers.values()}
     for layer, frozen in made.items():  # quantize all before changing any layer: a weight with NaN raises an error
-        if layer.runs_int8("output"):
+        if layer.runs_int8("output") and is_weight(layer):
             frozen.weight(layer, layer.weight)
     for layer, frozen in made.items():
         layer.int8_frozen = frozen

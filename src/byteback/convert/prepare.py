@@ -17,12 +17,13 @@ from torch import nn
 
 from byteback.convert.bind import bind_blocks
 from byteback.convert.graph import find_blocks
-from byteback.convert.graph.tracing import CONVOLUTIONS, graph_of
+from byteback.convert.graph.tracing import CONVOLUTIONS, copy_of, graph_of
 from byteback.convert.layers import FLOAT_REASON, int8_layers
 from byteback.nn import Int8Layer
 from byteback.nn.layers.calls import SHARED, Shared, begin_forward, end_forward
+from byteback.nn.layers.computed import convolutions_of, stored_weight
 from byteback.nn.layers.layer import weight_number
-from byteback.nn.layers.subclass import INT8_CLASSES, clash, int8_class
+from byteback.nn.layers.subclass import INT8_CLASSES, clash, int8_class_of, overrides_forward, torch_class
 from byteback.nn.undo import Watch
 from byteback.recipes import Recipe, resolve
 
@@ -61,8 +62,8 @@ def prepare(
             setattr(module, FLOAT_REASON, reason)
             continue
         # The number distinguishes layers within a model, the contents of the weight distinguish models.
-        noise = weight_number(module.weight) << 16 | number  # type: ignore[arg-type]
-        module.__class__ = int8_class(type(module))
+        noise = weight_number(stored_weight(module)) << 16 | number  # type: ignore[arg-type]
+        module.__class__ = int8_class_of(module)
         assert isinstance(module, Int8Layer)
         module.attach(recipe, seed=seed, layer=noise, name=name or type(model).__name__, shared=shared)
     if not any(layer.runs_int8() for layer in int8_layers(model, "prepare").values()):
@@ -118,26 +119,23 @@ def _why_float(module: nn.Module, recipe: Recipe) -> str | None:
         return "transposed convolutions have no int8 kernel yet"
     if isinstance(module, nn.Linear) and not recipe.linear:
         return "Linear, as in the first paper (Recipe.linear converts it)"
-    base = _torch_class(type(module))
-    if any(getattr(type(module), name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward")):
-        return f"a subclass of {base.__name__} ({type(module).__name__}) that overrides forward"
+    base = torch_class(type(module))
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, so it would not run in int8"
+    if overrides_forward(type(module)) and (base is nn.Linear or convolutions_of(copy_of(module)) == "none"):
+        return f"a subclass of {base.__name__} ({type(module).__name__}) that overrides forward"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "the module that owns it uses its weight without calling it"
     taken = clash(module, INT8_CLASSES[base])
     if taken:
         return f"it already has an attribute {taken!r}, which int8 layers need"
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin) or "weight" not in module._parameters:
-        return f"its weight is not a plain parameter ({type(module).__name__}: lazy, or computed by a hook)"
-    dtype = module.weight.dtype
+    weight = stored_weight(module)
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) or weight is None:
+        return f"it has no weight yet, or none that is a parameter ({type(module).__name__})"
+    dtype = weight.dtype
     if dtype != torch.float32:
         return f"its weight is {dtype}, but master weights must be float32"
     return None
-
-
-def _torch_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return next(base for base in cls.__mro__ if base in INT8_CLASSES)
 
 
 def _keep_by_wildcard(layers: dict[str, nn.Module], reasons: dict[str, str | None], keep_float: Sequence[str]) -> None:

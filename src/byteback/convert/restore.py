@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from byteback.convert.bind import BLOCK_REASON, BLOCK_TEXT
 from byteback.convert.layers import FLOAT_REASON, int8_layers
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.layers.block_module import BlockModule
 from byteback.nn.layers.calls import SHARED, begin_forward, end_forward
+from byteback.nn.layers.computed import was_parametrized
 from byteback.nn.layers.weights import unwatch_loading
 from byteback.nn.undo import unwatch
 
@@ -27,7 +27,7 @@ def restore(model: nn.Module) -> nn.Module:
     """
     layers = int8_layers(model, "restore")
     for name, layer in layers.items():  # check all layers before changing any: an error must leave the model as it was
-        if parametrize.is_parametrized(layer):
+        if not was_parametrized(layer):
             raise ValueError(
                 f"restore: {name!r} got a parametrization after prepare. The parametrization owns its weight now, and "
                 "restoring the layer would lose it. Call torch.nn.utils.parametrize.remove_parametrizations first."

@@ -41,11 +41,11 @@ class Constants(NamedTuple):
 
 
 class Folded(nn.Module):
-    """Returns its input, in the place of a norm that the convolution before it computes."""
+    """In the place of a norm that the convolution before it computes. Runs what the norm does after that, if anything."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, after: nn.Module | None = None) -> None:
         super().__init__()
-        self.name, self.expected = name, 0
+        self.name, self.expected, self.after = name, 0, after
 
     def forward(self, x: Tensor) -> Tensor:
         if self.expected == 0:
@@ -54,7 +54,7 @@ class Folded(nn.Module):
                 "cannot be exported. Use two norms, or prepare the model with fuse=False."
             )
         self.expected -= 1
-        return x
+        return x if self.after is None else self.after(x)
 
 
 class Served(nn.Module):

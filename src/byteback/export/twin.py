@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from byteback import ops
+from byteback.convert.graph.norm_act import after_norm
 from byteback.convert.restore import restore
 from byteback.export import detectors
 from byteback.export.served import KINDS, Constants, Folded, Served
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.fused.norm import given_coefficients
+from byteback.nn.layers.computed import OwnForward
 from byteback.nn.quantizing import fresh_weight
 from byteback.quantize import CALL_SLOTS
 
@@ -54,7 +56,9 @@ def twin_of(model: nn.Module, exact: bool) -> Twin:
         block = getattr(layer, "int8_block", None)
         norm = None
         if block is not None and block.norm is not None and layer.enabled:
-            norm = norms.setdefault(block.norm, Folded(block.norm))
+            if block.norm not in norms:
+                norms[block.norm] = Folded(block.norm, after_norm(twin.get_submodule(block.norm)))
+            norm = norms[block.norm]
             _replace(twin, block.norm, norm)
         a, b = _coefficients(layer, modules[norm.name] if norm is not None else None)
         if layer.runs_int8("output"):
@@ -66,8 +70,13 @@ def twin_of(model: nn.Module, exact: bool) -> Twin:
 
 
 def _must_be_fixed(layer: Any) -> None:
-    """Raises an error for a recipe whose predictions depend on their batch."""
+    """Raises an error for a recipe whose predictions depend on their batch, and for a layer with its own forward."""
     recipe = layer.recipe
+    if isinstance(layer, OwnForward):
+        raise ValueError(
+            f"export_onnx: {layer.int8_name}: a {layer.float_class.__name__} overrides forward, which an export does not "
+            "support. Keep it in float: prepare(..., keep_float=[...])."
+        )
     if recipe.eval_clip == "batch":
         raise ValueError(
             f"export_onnx: {layer.int8_name}: the recipe has eval_clip='batch', so its clips depend on the batch and cannot be "

@@ -11,6 +11,7 @@ from torch import nn
 from byteback import ops, tables
 from byteback.convert.layers import int8_layers
 from byteback.nn import Int8Layer
+from byteback.nn.layers.computed import OwnForward
 from byteback.quantize import Memory, Quantizer, columns_of, deviation_of
 
 
@@ -79,7 +80,7 @@ def health(model: nn.Module) -> Health:
             quantizer = getattr(layer.quantizers, role)
             if quantizer is not None and bool(quantizer.seen.any()):
                 result.append(_role_health(name, layer, role, quantizer))
-        if layer.faster_in_float is None or layer.runs_int8():
+        if (layer.faster_in_float is None or layer.runs_int8()) and not isinstance(layer, OwnForward):  # its weight is computed
             result.append(_weight_health(name, layer))
     result.sort(key=lambda row: (not math.isnan(row.deviation), -max(row.deviation, row.worst_channel or 0.0)))
     return result

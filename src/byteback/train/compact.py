@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from byteback.nn import Int8Layer
+from byteback.nn.layers.computed import is_weight
 from byteback.nn.quantizing import fresh_weight
 from byteback.ops.contract.limits import NUMERICS_VERSION, QMAX
 from byteback.ops.contract.rounded_once import divided_by
@@ -34,7 +35,8 @@ def save(path: Path, model: nn.Module, facts: dict[str, Any]) -> None:
     import safetensors.torch
 
     tensors: dict[str, Tensor] = {}
-    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, Int8Layer)}
+    every = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, Int8Layer)}
+    layers = {key: layer for key, layer in every.items() if is_weight(layer)}
     for key, value in model.state_dict().items():
         layer = layers.get(key)
         if ".quantizers." in f".{key}":

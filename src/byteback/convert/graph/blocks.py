@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from byteback.convert.graph.nodes import Nodes, is_sum, why_not_fused
+from byteback.convert.graph.nodes import Nodes, Tail, is_sum, why_not_fused
 from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, trace
 from byteback.nn.fused.activations import WITH_MASK
 from byteback.nn.fused.block import Block
@@ -91,6 +91,12 @@ class _Chain:
     conv: fx.Node
     norm: fx.Node | None
     value: fx.Node
+    tail: Tail | None = None  # of a norm that also applies an activation
+
+    @property
+    def closed(self) -> bool:
+        """Whether the norm ends the block."""
+        return self.tail is not None and (self.tail.activation != "none" or self.tail.reader is not None)
 
 
 class _Matcher:
@@ -113,7 +119,7 @@ class _Matcher:
         """Returns the convolution, with the norm if one follows."""
         value, user = self.nodes.only_user(conv)
         if user is not None and self.nodes.is_norm(user, value, self.nodes.modules[conv]):
-            return _Chain(conv, user, user)
+            return _Chain(conv, user, user, self.nodes.tail(user))
         return _Chain(conv, None, conv)
 
     def owners(self, chains: list[_Chain]) -> dict[fx.Node, _Chain]:
@@ -122,7 +128,7 @@ class _Matcher:
         If both operands end a block, it is the one with more convolutions on its path (not the shortcut), or else the left one.
         """
         claims: dict[fx.Node, list[tuple[int, bool, _Chain]]] = {}
-        for chain in chains:
+        for chain in (chain for chain in chains if not chain.closed):
             value, user = self.nodes.only_user(chain.value)
             if user is not None and self.nodes.is_residual(user, value):
                 is_left = value is user.args[0]
@@ -132,6 +138,8 @@ class _Matcher:
     def block(self, chain: _Chain, owners: dict[fx.Node, _Chain]) -> Block | str:
         """Returns the block that starts with a chain, or why there is none."""
         last, ends = chain.value, "norm" if chain.norm else "conv"
+        if chain.closed:
+            return self.closed_block(chain, owners)
         value, user = self.nodes.only_user(last)
         adds = user is not None and owners.get(user) is chain
         if user is not None and adds:
@@ -147,7 +155,18 @@ class _Matcher:
         changed = self.nodes.changed_meanwhile(chain.conv, last)
         if changed:
             return f"its input is modified in place ({changed}) before the end of the block"
-        takers = list(self.nodes.takers(last))
+        return self.made(chain, adds, activation, module, ends, self.read_by(last, owners))
+
+    def closed_block(self, chain: _Chain, owners: dict[fx.Node, _Chain]) -> Block | str:
+        """Returns the block of a convolution and a norm that also applies an activation, or something that is not fused."""
+        assert chain.tail is not None
+        activation, module, reader = chain.tail
+        readers = self.read_by(chain.value, owners)
+        if reader is not None:
+            readers = {"consumers": (reader,), "feeds_conv": False, "feeds_other": True}
+        return self.made(chain, False, activation, module, "norm" if activation == "none" else "activation", readers)
+
+    def made(self, chain: _Chain, adds: bool, activation: str, module: str | None, ends: str, readers: dict[str, Any]) -> Block:
         return Block(
             conv=self.nodes.names[chain.conv],
             norm=self.nodes.names[chain.norm] if chain.norm else None,
@@ -155,9 +174,14 @@ class _Matcher:
             activation=activation,
             activation_module=module,
             ends=ends,  # type: ignore[arg-type]
-            consumers=tuple(dict.fromkeys(self.nodes.label(taker) for taker in takers)),
-            **self.readers(takers, owners),
+            **readers,
         )
+
+    def read_by(self, last: fx.Node, owners: dict[fx.Node, _Chain]) -> dict[str, Any]:
+        """Returns what reads the result of a block, described and by kind."""
+        takers = list(self.nodes.takers(last))
+        consumers = tuple(dict.fromkeys(self.nodes.label(taker) for taker in takers))
+        return {"consumers": consumers, **self.readers(takers, owners)}
 
     def readers(self, takers: list[fx.Node], owners: dict[fx.Node, _Chain]) -> dict[str, Any]:
         """What kinds of nodes read a value, and what kinds read the concatenations that it is a part of."""

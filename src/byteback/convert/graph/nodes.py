@@ -5,28 +5,41 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, watched_after, watched_before
+from byteback.convert.graph.norm_act import norm_graph
+from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, copy_of, watched_after, watched_before
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.fused.activations import BY_MODULE, BY_TARGET, misfit_of_call, misfit_of_module
 from byteback.nn.layers.block_module import BlockModule
+from byteback.nn.layers.computed import convolutions_of
 from byteback.nn.layers.frozen_norm import is_frozen_norm
+from byteback.nn.layers.subclass import overrides_forward
 
 _NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
+_PLAIN_FORWARDS = {norm.forward for norm in _NORMS.values()}
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _METADATA = ("size", "dim", "ndimension", "numel", "stride", "is_contiguous", "get_device")
+
+
+class Tail(NamedTuple):
+    """What a norm that overrides forward does after F.batch_norm."""
+
+    activation: str  # "none" if there is none
+    module: str | None  # the name of the activation's module
+    reader: str | None  # a description of what else is applied inside the norm, which no block can include
 
 
 class Nodes:
     """One graph, with the name and the module of each of its nodes."""
 
     def __init__(self, trace: Trace, structure: Structure) -> None:
-        self.structure = structure
+        self.trace, self.structure = trace, structure
+        self.tails: dict[fx.Node, Tail | None] = {}
         self.order = {node: number for number, node in enumerate(structure.graph.nodes)}
         self.names: dict[fx.Node, str] = {}
         self.modules: dict[fx.Node, nn.Module] = {}
@@ -72,7 +85,27 @@ class Nodes:
         base = next(norm for kind, norm in _NORMS.items() if isinstance(conv, kind))
         if not isinstance(module, base) or module.num_features != conv.out_channels:
             return False
-        return _float_class(module).forward is base.forward
+        return _float_class(module).forward is base.forward or self.tail(node) is not None
+
+    def tail(self, node: fx.Node) -> Tail | None:
+        """Returns what the norm of a node does after F.batch_norm; None for an ordinary norm, or if it cannot be traced."""
+        if node not in self.tails:
+            self.tails[node] = self._tail(self.modules[node])
+        return self.tails[node]
+
+    def _tail(self, norm: nn.Module) -> Tail | None:
+        overrides = isinstance(norm, tuple(_NORMS.values())) and _float_class(norm).forward not in _PLAIN_FORWARDS
+        found = norm_graph(norm, self.trace.training) if overrides else None
+        if found is None:
+            return None
+        inner = Nodes(self.trace, Structure(self.trace.names[norm], norm, found.graph))
+        value, user = inner.only_user(found.norm)
+        kind = inner.activation(user, value) if user is not None else None
+        module = inner.names.get(user) if kind and user is not None else None
+        if kind and user is not None:
+            value, user = inner.only_user(user)
+        reader = None if user is not None and user.op == "output" else "several places" if user is None else inner.label(user)
+        return Tail(kind or "none", module, reader)
 
     def activation(self, node: fx.Node, value: fx.Node) -> str | None:
         """Returns the name of an activation applied to `value`; None if the node is something else or has no fused form."""
@@ -193,10 +226,11 @@ class Nodes:
 
 def why_not_fused(conv: nn.Module) -> str | None:
     """Returns why a convolution cannot start any block; None if it can."""
-    base = next(kind for kind in CONVOLUTIONS if isinstance(conv, kind))
-    cls = _float_class(conv)
-    if cls.forward is not base.forward or cls._conv_forward is not base._conv_forward or "forward" in conv.__dict__:
+    own = overrides_forward(_float_class(conv))
+    if "forward" in conv.__dict__ or (own and convolutions_of(copy_of(conv)) != "last"):
         return f"a {type(conv).__name__} that overrides forward"
+    if conv._forward_pre_hooks and "weight" not in conv._parameters:
+        return "a hook computes its weight (parametrizations of torch.nn.utils.parametrize are fused)"
     return "a hook reads its output" if watched_after(conv) else None
 
 

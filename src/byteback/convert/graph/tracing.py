@@ -137,16 +137,17 @@ def graph_of(module: nn.Module, training: bool | None = None, opaque: Collection
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty and isinstance(p.default, _PLAIN)}
     boxes = {name for name, inner in module.named_modules() if inner in opaque}
     with _undisturbed():
-        twin = _twin(module)
+        twin = copy_of(module)
         if training is not None:
             twin.train(training)
         return Tracer(boxes).trace(twin, concrete_args=defaults or None)
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def copy_of(module: nn.Module) -> nn.Module:
     """Returns a copy that shares the weights and has no hooks, so that none of them runs."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     for inner in module.modules():
+        memo.update({id(value): value for value in vars(inner).values() if isinstance(value, torch.Tensor)})  # set by a hook
         for hooks in (inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks):
             memo[id(hooks)] = OrderedDict()
     return copy.deepcopy(module, memo)

@@ -31,7 +31,6 @@ from byteback.nn.fused.activations import BY_CALL, OPTIONS, WITH_MASK, misfit_of
 from byteback.nn.fused.block import Block, Call, Stages, run_block
 from byteback.nn.fused.sources import LazyActivation, Poolable
 from byteback.nn.fused.step import kept
-from byteback.nn.layers.weights import own_parameter
 from byteback.ops.backends.registry import runs_blocks
 from byteback.ops.contract import layout
 
@@ -88,18 +87,19 @@ def known_start(layer: Any, x: Tensor) -> tuple[Any, Start | None]:
         return None, None
 
 
-def begin_block(layer: Any, x: Tensor, products: ConvProducts, slot: int, key: Any = None) -> Tensor:
+def begin_block(
+    layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: ConvProducts, slot: int, key: Any = None
+) -> Tensor:
     """Returns the output of `layer` as a tensor that records the stages after it. Keeps what it has found out under `key`."""
-    weight = own_parameter(layer, "weight")
     start = Start(products, *_output_layout(x.shape, x.stride(), weight.shape, weight.stride(), products))
     if key is not None:
         kept(layer, key, lambda: start)
-    return begin_again(layer, x, start, slot)
+    return begin_again(layer, x, weight, bias, start, slot)
 
 
-def begin_again(layer: Any, x: Tensor, start: Start, slot: int) -> Tensor:
+def begin_again(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, start: Start, slot: int) -> Tensor:
     """Same for a call whose Start is known."""
-    weight, bias, block = own_parameter(layer, "weight"), own_parameter(layer, "bias"), layer.int8_block
+    block = layer.int8_block
     products, size, strides = start
     call = Call(x, layer, block, weight, bias, products, slot, size, strides, _modes(), _versions(x, weight, bias))
     lazy = LazyConv(Stages(call))

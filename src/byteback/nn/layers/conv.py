@@ -21,6 +21,7 @@ from byteback.nn.fused.lazy import begin_again, begin_block, computed, known_sta
 from byteback.nn.layers.float_table import Geometry
 from byteback.nn.layers.layer import Int8Layer, weight_number
 from byteback.nn.layers.transforms import RECORDED, record, refuse_script
+from byteback.nn.layers.weights import own_parameter
 from byteback.recipes import Recipe
 
 
@@ -123,18 +124,34 @@ class _Int8Conv(_Convolution, Int8Layer):
         fuses = self.enabled and may_fuse(self, input)
         if not fuses and ((input.is_meta and self.weight.is_meta) or not self.runs_int8()):
             return super().forward(input)
-        self.check_call(input, fuses)
+        weight, bias = own_parameter(self, "weight"), own_parameter(self, "bias")
+        self.check_call(input, weight, fuses)
         key, start = known_start(self, input) if fuses else (None, None)
         if start is not None:
-            return begin_again(self, input, start, self.next_slot())
+            return begin_again(self, input, weight, bias, start, self.next_slot())
         x, products, batched = self._products(input)
         if fuses and batched and (x is input or may_fuse(self, x)):
-            self.check_dtypes(x)
-            return begin_block(self, x, products, self.next_slot(), key if x is input else None)
-        output = self.run(x, products)
-        if self.bias is not None:
-            output = output + self.bias.to(output.dtype).reshape(1, -1, *(1,) * len(self.kernel_size))  # type: ignore
+            self.check_dtypes(x, weight)
+            return begin_block(self, x, weight, bias, products, self.next_slot(), key if x is input else None)
+        output = self._alone(x, weight, bias, products)
         return output if batched else output.squeeze(0)
+
+    def convolve(self, input: Tensor, weight: Tensor, bias: Tensor | None, products: ConvProducts) -> Tensor:
+        """Runs a call of F.conv2d, which the forward of a subclass makes with a weight of its own (computed.py)."""
+        x: Tensor = computed(input)
+        fuses = may_fuse(self, x)
+        self.check_call(x, weight, fuses)
+        self._check_reach(x, products.padding)
+        if fuses:
+            self.check_dtypes(x, weight)
+            return begin_block(self, x, weight, bias, products, self.next_slot())
+        return self._alone(x, weight, bias, products)
+
+    def _alone(self, x: Tensor, weight: Tensor, bias: Tensor | None, products: ConvProducts) -> Tensor:
+        output = self.run(x, weight, products)
+        if bias is not None:
+            output = output + bias.to(output.dtype).reshape(1, -1, *(1,) * len(self.kernel_size))  # type: ignore
+        return output
 
 
 class FusedConvolution(_Convolution):
@@ -170,7 +187,7 @@ class FusedConvolution(_Convolution):
         if not self.enabled or not fits or self.weight.dtype != torch.float32 or not may_fuse(self, input):
             return super().forward(input)  # type: ignore[misc]
         x, products, _ = self._products(input)
-        return begin_block(self, x, products, 0)
+        return begin_block(self, x, own_parameter(self, "weight"), own_parameter(self, "bias"), products, 0)
 
 
 class FusedConv1d(FusedConvolution, nn.Conv1d):

@@ -82,8 +82,9 @@ class Int8Layer(_Base):
         self.int8_frozen: Frozen | None = None
         self.int8_sites: dict[Any, Any] = {}  # of its blocks (nn/fused/step.py)
         self.faster_in_float = None if self.recipe.strict else why_float(self.geometry())
-        depthwise, packs = self.is_depthwise(), self.weight.dim() > 2 and not self.is_depthwise()
-        self.quantizers = LayerNumerics(self.recipe, *self.channels(), seed, layer, name, depthwise, packs, self.weight.device)
+        depthwise = self.is_depthwise()
+        packs = not depthwise and len(self.geometry().kernel) > 0
+        self.quantizers = LayerNumerics(self.recipe, *self.channels(), seed, layer, name, depthwise, packs, _device(self))
 
     def detach(self) -> None:
         """Converts the layer back to the torch layer."""
@@ -146,31 +147,30 @@ class Int8Layer(_Base):
             state_dict.update(self.quantizers.state_dict(prefix=own))  # so that strict=True finds all keys
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
-    def run(self, x: Tensor, products: Products) -> Tensor:
+    def run(self, x: Tensor, weight: Tensor, products: Products) -> Tensor:
         """Computes the product without bias, with the dtypes described above."""
-        self.check_dtypes(x)
+        self.check_dtypes(x, weight)
         device = x.device.type
         slot, with_grad = self.next_slot(), torch.is_grad_enabled()
         if not torch.is_autocast_enabled(device):
-            return Int8Product.apply(x, self.weight, self, products, slot, with_grad)
+            return Int8Product.apply(x, weight, self, products, slot, with_grad)
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            output = Int8Product.apply(x.float(), self.weight, self, products, slot, with_grad)
+            output = Int8Product.apply(x.float(), weight, self, products, slot, with_grad)
         return output.to(dtype)
 
-    def check_call(self, input: Tensor, fuses: bool = False) -> None:
+    def check_call(self, input: Tensor, weight: Tensor, fuses: bool = False) -> None:
         """Raises an error if the call cannot run in int8. If `fuses`, it runs as a block, so no transform is active."""
         if self.training and self.int8_frozen is not None:
             refuse_training(self, "it was called in training mode")
         if not fuses:
-            refuse_transforms(self.int8_name, input, self.weight)
+            refuse_transforms(self.int8_name, input, weight)
 
     def __prepare_scriptable__(self) -> None:
         refuse_script(self.int8_name)
 
-    def check_dtypes(self, x: Tensor) -> None:
+    def check_dtypes(self, x: Tensor, weight: Tensor) -> None:
         """Raises an error if a dtype or a device does not fit an int8 product."""
-        weight = self.weight
         if weight.dtype is x.dtype is torch.float32 and weight.is_cpu and x.is_cpu:
             return
         if weight.dtype != torch.float32:
@@ -260,6 +260,11 @@ def factors(layers: Sequence[Int8Layer]) -> list[Any]:
     made = quantizer.factors(observed, [layer.recipe.learning_rate for layer in scaled])
     found = {id(layer): factor for layer, factor in zip(scaled, made, strict=True)}
     return [found.get(id(layer), 1.0) for layer in layers]
+
+
+def _device(layer: nn.Module) -> torch.device | None:
+    """Returns the device of the weight, or of what it is computed from."""
+    return next((parameter.device for parameter in layer.parameters()), None)
 
 
 def weight_number(weight: Tensor) -> int:

@@ -12,6 +12,7 @@ from byteback.nn.autograd import LinearProducts
 from byteback.nn.layers.float_table import Geometry
 from byteback.nn.layers.layer import Int8Layer, weight_number
 from byteback.nn.layers.transforms import RECORDED, record
+from byteback.nn.layers.weights import own_parameter
 from byteback.recipes import Recipe
 
 
@@ -41,14 +42,15 @@ class Int8Linear(Int8Layer, nn.Linear):
             return record(self, input)
         if (input.is_meta and self.weight.is_meta) or not self.runs_int8():
             return super().forward(input)
-        self.check_call(input)
+        weight = own_parameter(self, "weight")
+        self.check_call(input, weight)
         if input.dim() < 1 or input.shape[-1] != self.in_features:
             raise ValueError(
                 f"{self.int8_name}: expected input of shape (..., {self.in_features}), but got {tuple(input.shape)}. "
                 "Check the layer before it."
             )
         rows = input.reshape(-1, self.in_features)
-        output = self.run(rows, LinearProducts())
+        output = self.run(rows, weight, LinearProducts())
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         return output.reshape(*input.shape[:-1], self.out_features)

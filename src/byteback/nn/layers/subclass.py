@@ -12,7 +12,9 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
+from byteback.nn.layers.computed import OwnForward, parametrized_class
 from byteback.nn.layers.conv import Int8Conv1d, Int8Conv2d, Int8Conv3d
 from byteback.nn.layers.layer import OWN_ATTRIBUTES, Int8Layer
 from byteback.nn.layers.linear import Int8Linear
@@ -41,9 +43,27 @@ def int8_class(cls: type[nn.Module]) -> type[nn.Module]:
         return INT8_CLASSES[cls]
     if cls in _twins:
         return _twins[cls]
-    base = next(INT8_CLASSES[parent] for parent in cls.__mro__ if parent in INT8_CLASSES)
+    base = INT8_CLASSES[torch_class(cls)]
     members = {"float_class": cls, "__reduce_ex__": _reduce, "__module__": cls.__module__}
-    return _twins.setdefault(cls, type(f"Int8{cls.__name__}", (base, cls), members))
+    bases = (OwnForward, base, cls) if overrides_forward(cls) else (base, cls)
+    return _twins.setdefault(cls, type(f"Int8{cls.__name__}", bases, members))
+
+
+def int8_class_of(layer: nn.Module) -> type[nn.Module]:
+    """Returns the class to which `prepare` changes a layer, which may be parametrized."""
+    is_parametrized = parametrize.is_parametrized(layer)
+    return parametrized_class(type(layer), int8_class) if is_parametrized else int8_class(type(layer))
+
+
+def torch_class(cls: Any) -> type[nn.Module]:
+    """Returns the class of torch.nn that a layer's class derives from."""
+    return next(base for base in cls.__mro__ if base in INT8_CLASSES)
+
+
+def overrides_forward(cls: Any) -> bool:
+    """Whether a subclass has its own forward."""
+    base: Any = torch_class(cls)
+    return any(getattr(cls, name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward"))
 
 
 @cache
