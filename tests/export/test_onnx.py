@@ -93,6 +93,22 @@ def test_the_integers_are_those_of_the_model(model: nn.Module, files: dict[bool,
         assert found.layers.equal > 0.999
 
 
+def test_without_float_convolutions_no_integer_is_behind_float_sums() -> None:
+    """docs/11-deploying.md: the first convolution is float unless the recipe has first_conv=True."""
+
+    def net(recipe: byteback.Recipe) -> nn.Module:
+        layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16 * 16, 5)]
+        return trained(nn.Sequential(*layers), recipe, size=8)
+
+    given = torch.randn(8, 3, 8, 8)
+    first = byteback.UnifiedInt8(first_conv=True, strict=True)
+    for model, behind in ((net(UNIFIED), 8 * 16 * 36), (net(first), 0)):
+        found = check(model, onnx_bytes(model, given, exact=True), [given], exact=True)
+        assert found.behind_float.compared == behind
+        assert found.layers.by_one + found.layers.by_more == 0
+    assert found.layers.compared == 8 * (3 * 64 + 16 * 36)
+
+
 def test_a_clip_that_cuts_saturates_at_127(model: nn.Module, files: dict[bool, bytes]) -> None:
     bright = 8.0 * images(4)  # far beyond what the clips were tracked on
     for exact in (True, False):

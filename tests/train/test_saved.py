@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console
 
 import byteback
-from byteback.train import config_file, export, loop, predict, side_by_side, tasks
+from byteback.train import compact, config_file, export, loop, predict, side_by_side, tasks
 from byteback.train import data as data_sets
 from byteback.train.checkpoints import files
 from byteback.train.config import TrainConfig
@@ -59,6 +59,12 @@ def test_a_loaded_network_predicts_what_training_tested(run: Path) -> None:
     assert 0.0 < float((plain - outputs[0]).abs().max()) < 2.0
 
 
+def facts(run: Path) -> dict[str, Any]:
+    """What best.safetensors says about its network, without the versions."""
+    found = compact.facts(run / "unified-int8" / "seed0" / "best.safetensors")
+    return {key: value for key, value in found.items() if key not in ("format", "numerics_version")}
+
+
 def test_what_cannot_be_loaded_is_said_in_a_sentence(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the run has several members \(float32/seed0, unified-int8/seed0\)"):
         byteback.load(run)
@@ -79,6 +85,12 @@ def test_what_cannot_be_loaded_is_said_in_a_sentence(run: Path, tmp_path: Path) 
     ) as caught:
         byteback.load(other)
     assert "\n" not in str(caught.value)
+    compact.save(tmp_path / "numerics.safetensors", byteback.load(run / "unified-int8"), {"numerics_version": 99, **facts(run)})
+    with pytest.warns(UserWarning, match=r"numerics\.safetensors: the file has numerics version 99, but this build has"):
+        byteback.load(tmp_path / "numerics.safetensors")
+    for output, message in ((tmp_path, "is a folder"), (tmp_path / "absent" / "x.onnx", "there is no folder .*absent")):
+        with pytest.raises(ValueError, match=f"export: --output .*{message}"):
+            export.run(export.ExportConfig(str(run / "unified-int8"), output=str(output)), SILENT)
     with pytest.raises(ValueError, match=r"--size is for detectors, but .* is a network of the task classify"):
         export.run(export.ExportConfig(str(run / "unified-int8"), size=(8, 8)), SILENT)
 
@@ -88,6 +100,9 @@ def test_a_run_that_cannot_begin_leaves_no_folder(run: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"does not fit SmallResNet: .* is missing.*Choose the --model") as caught:
         train(*weights, "--recipe", "unified-int8", "--output-dir", str(tmp_path / "none"))
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"unknown layer for --freeze 'layer9"):
+        train("--freeze", "layer9*", "--recipe", "float32", "--output-dir", str(tmp_path / "none"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_sizes_of_the_files_are_those_of_the_documentation(run: Path) -> None:

@@ -47,6 +47,20 @@ def test_weights_of_every_kind_of_file_are_loaded(tmp_path: Path, how: str) -> N
     assert len(same(target, source)) == len(target.state_dict())
 
 
+def test_a_checkpoint_gives_the_weights_that_were_tested_and_a_newer_one_is_refused(tmp_path: Path) -> None:
+    source, averaged, path = network(), network(), tmp_path / "best.pt"
+    average = {f"module.{key}": value for key, value in averaged.state_dict().items()}
+    contents = {"format": 1, "progress": {}, "model": source.state_dict()}
+    for extra, expected in (({}, source), ({"average": average}, averaged)):
+        torch.save({**contents, **extra}, path)
+        target = network()
+        assert weights.fit(target, weights.read(str(path), "resnet8"), str(path), 10) == []
+        assert len(same(target, expected)) == len(target.state_dict())
+    torch.save({**contents, "format": 2}, path)
+    with pytest.raises(ValueError, match=r"the checkpoint has format 2, but this build reads 1\. Install a newer byteback\.$"):
+        weights.read(str(path), "resnet8")
+
+
 def test_a_head_for_other_classes_starts_anew_and_is_named(tmp_path: Path) -> None:
     torch.save(network(10).state_dict(), tmp_path / "ten.pt")
     torch.manual_seed(1)
@@ -173,6 +187,8 @@ def test_files_of_others_and_of_newer_versions_are_refused(tmp_path: Path, monke
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"has format 2, but this build reads up to 1\. Install a newer byteback"):
         compact.facts(path)
+    with pytest.raises(ValueError, match=r"^train: --weights [^ ]*: the file has format 2.*Install a newer byteback\.$"):
+        weights.read(str(path), "resnet8")
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="damaged"):
         compact.facts(path)

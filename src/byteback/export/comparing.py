@@ -186,7 +186,7 @@ class _Forced:
         for call, (reader, place) in self.residuals.items():
             if _key(call) in seen.residuals:
                 cut(reader.inputs[place], call, [(reader, place)], True)
-        given = {id(value) for value in graph.inputs if value.name in self.inputs}
+        given = {id(value) for value in graph.inputs}
         self.behind_float = {call: not _is_exact(self.calls[call][0], given) for _, call, _ in self.outputs}
         self.session = session(ir.to_proto(self.model).SerializeToString())
 

@@ -30,6 +30,10 @@ _CLIP, _KEY = ".clip", "byteback"
 _TRACKED = ("quantizers.input.tracked", "quantizers.input.seen")
 
 
+class Newer(ValueError):
+    """A file was written by a newer version of byteback."""
+
+
 def save(path: Path, model: nn.Module, facts: dict[str, Any]) -> None:
     """Writes the weights of a model and what is needed to build it, atomically."""
     import safetensors.torch
@@ -84,7 +88,7 @@ def _read(path: Path, any_file: bool = False) -> tuple[dict[str, Any], dict[str,
         raise ValueError(f"{path}: this file was not written by byteback, so it is unknown which network its weights are for.")
     about: dict[str, Any] = json.loads(known)
     if about["format"] > FORMAT:
-        raise ValueError(
+        raise Newer(
             f"{path}: the file has format {about['format']}, but this build reads up to {FORMAT}. Install a newer byteback."
         )
     return about, _floats(tensors)

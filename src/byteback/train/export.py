@@ -54,6 +54,8 @@ def run(config: ExportConfig, console: Console) -> bool:
         raise ValueError(f"export: --images is {config.images}; it must be at least 1.")
     if config.threads:
         torch.set_num_threads(config.threads)
+    if config.output:
+        _check_place(Path(config.output))
     model = saved.load(config.run)
     about: Any = model.byteback
     if about.variant == "float32":
@@ -77,6 +79,14 @@ def run(config: ExportConfig, console: Console) -> bool:
     files.replace(path, data)
     console.print(f"{path}: {len(data) / 2**20:.1f} MB, opset {config.opset}", highlight=False)
     return not config.check or _checked(config, model, data, images, console)
+
+
+def _check_place(path: Path) -> None:
+    """Raises an error, before any work, for a place where no file can be."""
+    if path.is_dir():
+        raise ValueError(f"export: --output {path} is a folder. Give the name of a file, such as {path / 'model.onnx'}.")
+    if not path.parent.is_dir():
+        raise ValueError(f"export: --output {path}: there is no folder {path.parent}. Create it, or choose another place.")
 
 
 def _fits(image: Tensor, example: Tensor) -> bool:

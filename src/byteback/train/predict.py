@@ -56,7 +56,7 @@ def run(config: PredictConfig, console: Console) -> None:
     if about.variant != "float32" and not config.float32:
         byteback.freeze(model)
     folder = Path(config.output_dir)
-    files.make_folder(folder)
+    files.make_folder(folder, "predict")
     if about.task == "detect":
         rows = _boxes(model, inputs, config, about.classes, folder)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from byteback.ops.contract.limits import NUMERICS_VERSION
 from byteback.recipes import Recipe
 from byteback.train import compact, config_file, tasks
 from byteback.train.checkpoints import checkpoint
@@ -67,6 +69,7 @@ def load(path: str | os.PathLike[str], precision: str = "int8") -> nn.Module:
         state = checkpoint.tested_state(contents)
     else:
         contents, state = compact.facts(file), compact.read_state(file)
+        _same_numerics(file, contents.get("numerics_version"))
     config = config_file.parse(contents["config"], file).complete()
     recipe = Recipe.from_dict(contents["recipe"]) if contents["recipe"] and precision == "int8" else None
     random = torch.get_rng_state()
@@ -86,6 +89,16 @@ def _file(path: Path) -> Path:
     if found.suffix not in (".pt", ".safetensors"):
         raise ValueError(f"load: {found} is neither {compact.NAME} nor a checkpoint of a run.")
     return found
+
+
+def _same_numerics(file: Path, found: Any) -> None:
+    """Warns if the integers of predictions may be others than those of training. The state of a checkpoint says so itself."""
+    if found != NUMERICS_VERSION:
+        warnings.warn(
+            f"{file}: the file has numerics version {found}, but this build has {NUMERICS_VERSION}; predictions may "
+            "differ from those of training by a rounding.",
+            stacklevel=3,
+        )
 
 
 def _like(config: TrainConfig, contents: dict[str, Any]) -> Data:

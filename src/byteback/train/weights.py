@@ -81,16 +81,30 @@ def _of_file(path: Path) -> Any:
             return compact.read_state(path)
         if not path.exists():
             raise FileNotFoundError
-        return checkpoint.read(path)
+        contents = checkpoint.read(path)
     except FileNotFoundError as error:
         raise ValueError(
             f"train: --weights {path}: no such file. Give a file, torchvision:NAME, or timm for a network of timm."
         ) from error
     except ImportError:
         raise
+    except compact.Newer as error:
+        raise ValueError(f"train: --weights {error}") from error
     except Exception as error:  # zipfile, pickle, torch and safetensors raise different errors for a damaged file
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        reason = (str(error).strip() or repr(error)).splitlines()[0].removeprefix(f"{path}: ").rstrip(".")
         raise ValueError(f"train: --weights {path}: the file cannot be read as weights: {reason[:200]}.") from error
+    return _tested(path, contents) if isinstance(contents, dict) and "progress" in contents else contents
+
+
+def _tested(path: Path, contents: dict[str, Any]) -> Any:
+    """Returns the weights that a checkpoint of ours was tested with: with --ema their average."""
+    found = contents.get("format", checkpoint.FORMAT)
+    if isinstance(found, int) and found > checkpoint.FORMAT:
+        raise ValueError(
+            f"train: --weights {path}: the checkpoint has format {found}, but this build reads {checkpoint.FORMAT}. Install a "
+            "newer byteback."
+        )
+    return checkpoint.tested_state(contents) if isinstance(contents.get("model"), dict) else contents
 
 
 def _clean(spec: str, contents: Any) -> State:

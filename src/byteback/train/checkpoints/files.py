@@ -69,7 +69,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, command: str = "train") -> None:
     """Creates the folder and checks that files can be written to it."""
     trial = folder / ".trial"
     try:
@@ -78,7 +78,7 @@ def make_folder(folder: Path) -> None:
         trial.unlink()
     except OSError as error:
         raise OSError(
-            f"train: cannot write to {folder}: {error.strerror}. Choose another --output-dir, or change its permissions."
+            f"{command}: cannot write to {folder}: {error.strerror}. Choose another --output-dir, or change its permissions."
         ) from error
 
 

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train, load, predict, export, onnxruntime: 1,000 images have the same classes, or boxes, in each of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import nn
+
+import byteback
+from byteback.export import check
+from byteback.export.comparing import EQUAL, TOP1, session
+from byteback.export.detectors import SameBoxes
+from byteback.export.detectors import predict as boxes_of
+from byteback.train import config_file, export, predict, side_by_side
+from byteback.train import data as data_sets
+from drawn_shapes import draw
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+SMALL = ("--no-tensorboard", "--histogram-every", "0", "--threads", "1", "--recipe", "unified-int8")
+SILENT = Console(quiet=True)
+IMAGES, BATCH = 1000, 50
+
+
+def train(folder: Path, *args: str) -> Path:
+    """Trains, and returns the folder of the member."""
+    assert side_by_side.run(config_file.from_command_line([*SMALL, *args, "--output-dir", str(folder)]), SILENT) == 0
+    return folder / "unified-int8" / "seed0"
+
+
+def exported(member: Path, folder: Path, exact: bool) -> bytes:
+    """What `byteback export` writes."""
+    path = folder / f"{exact}.onnx"
+    assert export.run(export.ExportConfig(str(member), output=str(path), exact=exact, threads=1), SILENT)
+    return path.read_bytes()
+
+
+def predicted(member: Path, files: list[str], folder: Path, least_score: float = 0.5) -> list[Any]:
+    """What `byteback predict` saves."""
+    predict.run(predict.PredictConfig(str(member), tuple(files), str(folder), least_score=least_score, threads=1), SILENT)
+    found: list[Any] = json.loads((folder / predict.NAME).read_text())["predictions"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """1,000 digits as files: all test images, and training images."""
+    folder, made = tmp_path_factory.mktemp("digits"), data_sets.load("digits")
+    images: Any = torch.cat([made.test.images, made.train.images])  # type: ignore[attr-defined]
+    for number, pixels in enumerate(images[:IMAGES, :, :, 0].numpy()):
+        Image.fromarray((pixels * 255.0 / 16.0).round().astype(np.uint8)).save(folder / f"{number:04}.png")
+    return sorted(str(file) for file in folder.iterdir())
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "epochs", "lr"),
+    [
+        ("resnet8", 8, 3, 0.1),
+        pytest.param("resnet20", 32, 2, 0.05, marks=SLOW),
+        pytest.param("mobilenet_v2_x0_25", 32, 4, 0.05, marks=SLOW),
+        pytest.param("alexnet", 32, 4, 0.02, marks=SLOW),
+        pytest.param("vgg16_bn", 32, 2, 0.02, marks=SLOW),
+        pytest.param("inception_v3", 32, 2, 0.02, marks=SLOW),
+    ],
+)
+def test_a_thousand_images_have_the_same_classes_everywhere(
+    digits: list[str], tmp_path: Path, name: str, size: int, epochs: int, lr: float
+) -> None:
+    flags = ("--model", name, "--image-size", str(size), "--epochs", str(epochs), "--lr", str(lr), "--batch-size", "32")
+    member = train(tmp_path / "run", *flags, "--train-images", "720")
+    model: Any = byteback.load(member)
+    batches = [model.byteback.preprocess.batch(digits[start : start + BATCH]) for start in range(0, IMAGES, BATCH)]
+    with torch.no_grad():
+        loaded = torch.cat([model(images) for images in batches])
+    own = loaded.argmax(1).numpy()
+    assert (np.bincount(own, minlength=10) > IMAGES / 50).all(), "it has learnt to tell the classes apart"
+    rows = predicted(member, digits, tmp_path / "predictions")
+    assert [row["classes"][0]["class"] for row in rows] == [model.byteback.classes[number] for number in own]
+    scores = torch.tensor([row["classes"][0]["score"] for row in rows])
+    assert float((scores - loaded.softmax(1).amax(1)).abs().max()) < 2e-6, "scores are saved with six digits"
+    for exact in (False, True):
+        data = exported(member, tmp_path, exact)
+        run = session(data, 1)
+        theirs = np.concatenate([run.run(None, {"input": images.numpy()})[0] for images in batches]).argmax(1)
+        assert (theirs == own).mean() >= TOP1
+        found = check(model, data, batches, exact=exact, integers=1)
+        same = f"{(theirs == own).mean():.1%} the same class"
+        print(f"{name} exact={exact} {len(data)} bytes, {same}; {found.layers}; {found.behind_float}; {found.worst}")
+        assert found.images == IMAGES and not found.failures(), found.failures()
+        assert found.layers.equal >= (1.0 if exact else EQUAL) and found.behind_float.equal > 0.9999
+
+
+@pytest.mark.slow
+def test_a_thousand_images_have_the_same_boxes_everywhere(tmp_path: Path) -> None:
+    pytest.importorskip("pycocotools")
+    shapes = draw(tmp_path / "shapes", train=64, test=8)
+    flags = ("--task", "detect", "--data", f"voc:{shapes}", "--model", "fasterrcnn_resnet50_fpn", "--backbone", "resnet18")
+    sizes = ("--image-size", "64", "--anchor-size", "16", "--box-samples", "32", "--batch-size", "2", "--workers", "0")
+    member = train(tmp_path / "run", *flags, *sizes, "--epochs", "6", "--lr", "0.01")
+    drawn = draw(tmp_path / "more", train=IMAGES - 1, test=1, seed=1)
+    files = sorted(str(file) for file in (drawn / "JPEGImages").iterdir())
+    model: nn.Module = byteback.load(member)
+    about: Any = model.byteback
+    rows = predicted(member, files, tmp_path / "predictions")
+    runs = {exact: session(exported(member, tmp_path, exact), 1) for exact in (False, True)}
+    same = {exact: SameBoxes() for exact in runs}
+    for row, file in zip(rows, files, strict=True):
+        image = about.preprocess(file)
+        with torch.no_grad():
+            ours = boxes_of(model, image)
+        kept = ours[2] >= 0.5
+        assert [box["class"] for box in row["boxes"]] == [about.classes[label - 1] for label in ours[1][kept].tolist()]
+        assert [box["box"] for box in row["boxes"]] == [[round(side, 2) for side in box] for box in ours[0][kept].tolist()]
+        for exact, run in runs.items():
+            same[exact].add(ours, run.run(None, {"input": image.numpy()}))
+    for exact, found in same.items():
+        print(f"exact={exact} {found}")
+        assert found.compared > IMAGES and found.share >= 0.98, (exact, found)
