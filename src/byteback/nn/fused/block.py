@@ -151,8 +151,7 @@ class FusedBlock(Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Skips what Function.apply does for the transforms of functorch, under which `may_fuse` begins no block."""
-        plain: Any = super(Function, cls)
-        return super().apply(*args) if _transforms() else plain.apply(*args)
+        return super().apply(*args) if _transforms() else _plain_apply(*args)
 
     @staticmethod
     def forward(
@@ -180,8 +179,9 @@ class FusedBlock(Function):
             ctx.site = None
         source.release()
         if backs:
-            ctx.shared = shared_gradient(x, ctx), shared_gradient(residual, ctx)
-            ctx.from_blocks = _is_of_block(x), _is_of_block(residual)
+            nodes = x.grad_fn, None if residual is None else residual.grad_fn
+            ctx.shared = shared_gradient(nodes[0], x, ctx), shared_gradient(nodes[1], residual, ctx)
+            ctx.from_blocks = type(nodes[0]) is _NODE, type(nodes[1]) is _NODE  # they read its gradient
             ctx.rounds = ctx.from_blocks[0] and _rounds_gradient(stages)
         source.join_floats = call.block.join_feeds_other
         sources.append(source)
@@ -194,18 +194,17 @@ class FusedBlock(Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # With create_graph=True gradients belong to a graph, which would end where they wait.
-        makes_graph = torch.is_grad_enabled()
-        shared = (None, None) if makes_graph else ctx.shared
+        # Compiled autograd calls backward with another object, and traces ordinary tensors.
+        if not torch.is_grad_enabled():
+            return *_all_gradients(ctx, grad_output, ctx.shared, type(ctx) is _NODE), None, None, None
         with torch.no_grad():
-            of_x, *others, of_residual = _gradients(ctx, grad_output, *shared)
-            # Compiled autograd calls backward with another object, and traces ordinary tensors.
-            to_blocks = (False, False) if makes_graph or type(ctx) is not _NODE else ctx.from_blocks
-            grads = _for_autograd(of_x, to_blocks[0]), *others, _for_autograd(of_residual, to_blocks[1])
-        return (*refuse_second(ctx.name, grad_output, grads), None, None, None)
+            grads = _all_gradients(ctx, grad_output, (None, None), False)
+        return *refuse_second(ctx.name, grad_output, grads), None, None, None
 
 
 _NODE: Any = FusedBlock._backward_cls
 """The class of a block's node in autograd's graph, which is also that of its ctx."""
+_plain_apply: Any = super(Function, FusedBlock).apply
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -293,11 +292,6 @@ def _rounds_gradient(stages: Stages) -> bool:
     return layer.recipe.stream == "bfloat16" and in_int8 and _is_pointwise(stages.call) and max(products.stride) == 1
 
 
-def _is_of_block(x: Tensor | None) -> bool:
-    """Whether a block has computed x, and will read its gradient."""
-    return x is not None and type(x.grad_fn) is _NODE
-
-
 def _wants(stages: Stages, backs: bool, needs_gamma: bool) -> Wants:
     """Returns what a block computes in its forward pass, for its readers and for backward."""
     layer, block = stages.call.layer, stages.call.block
@@ -373,6 +367,13 @@ def _tensors(kept: Any) -> tuple[Tensor, ...]:
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def _all_gradients(ctx: Any, grad_output: Tensor, shared: Any, rounded: bool) -> tuple[Tensor | None, ...]:
+    """Returns what autograd gets. `rounded`: a gradient in bfloat16 may stay so for the block that reads it."""
+    of_x, *others, of_residual = _gradients(ctx, grad_output, *shared)
+    to_x, to_residual = ctx.from_blocks
+    return _for_autograd(of_x, rounded and to_x), *others, _for_autograd(of_residual, rounded and to_residual)
 
 
 def _gradients(

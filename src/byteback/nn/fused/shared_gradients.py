@@ -100,19 +100,21 @@ class SharedGradient:
             return None
         now = _current_pass()
         # Compiled autograd calls backward with another object, and must not get None.
-        if now == _OUTSIDE or not any(ref() is ctx for ref in self._readers):
+        if now == _OUTSIDE or ctx not in [ref() for ref in self._readers]:
             return None
         return self._passes.get(now) or _Pass()
 
     def _is_awaited(self, ctx: Any, state: _Pass) -> bool:
         """Whether another reader than `ctx` will run in this backward pass."""
-        others = (reader for ref in self._readers if (reader := ref()) is not None and reader is not ctx)
-        return any(id(reader) not in state.arrived and _will_run(reader) for reader in others)
+        for ref in self._readers:
+            reader = ref()
+            if reader is not None and reader is not ctx and id(reader) not in state.arrived and _will_run(reader):
+                return True
+        return False
 
 
-def shared_gradient(x: Tensor | None, ctx: Any) -> SharedGradient | None:
-    """Makes the autograd node `ctx` a reader of x. Returns None for a tensor that no operation has computed."""
-    node = None if x is None else x.grad_fn
+def shared_gradient(node: Any, x: Tensor | None, ctx: Any) -> SharedGradient | None:
+    """Makes the autograd node `ctx` a reader of x, which `node` has computed. Returns None if no operation has computed it."""
     if node is None:
         return None
     assert x is not None

@@ -46,7 +46,7 @@ def _twin(cls: type[nn.Module], mixin: type[BlockModule]) -> type[nn.Module]:
 
 
 def _mixin(twin: Any) -> type[BlockModule]:
-    return twin.__bases__[0]  # type: ignore[no-any-return]
+    return twin.__bases__[0]
 
 
 def _blank(cls: type[nn.Module], mixin: type[BlockModule]) -> nn.Module:

@@ -25,10 +25,10 @@ class FusedBatchNorm(BlockModule):
     def forward(self: Any, input: Tensor) -> Tensor:
         """Runs as part of a block if the input is a LazyConv, otherwise as before."""
         if type(input) is not LazyConv or _function_mode():
-            return super().forward(input)  # type: ignore[misc,no-any-return]
+            return super().forward(input)  # type: ignore[misc]
         buffers, parameters = self._buffers, self._parameters
         if not self.track_running_stats or self.momentum is None or "weight" not in parameters or "bias" not in parameters:
-            return super().forward(input)  # type: ignore[misc,no-any-return]
+            return super().forward(input)  # type: ignore[misc]
         self._check_input_dim(input)
         mean, var, seen = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
         training = self.training
@@ -48,7 +48,7 @@ class FusedReLU(BlockModule):
             recorded = record_activation(input, "relu", self.inplace)
             if recorded is not None:
                 return recorded
-        return super().forward(input)  # type: ignore[misc,no-any-return]
+        return super().forward(input)  # type: ignore[misc]
 
 
 _MIXINS: dict[type[nn.Module], type[BlockModule]] = {
