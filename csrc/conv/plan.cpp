@@ -31,8 +31,8 @@ bool winograd_pays(const ConvShape& shape, ProductKind kind, Path path) {
 }
 
 #ifdef BYTEBACK_AVX512VNNI
-// Direct convolution copies the source once, where the matrix product gathers it tap by tap and Winograd transforms it. Measured on
-// a Zen 5 with full-width vectors, one thread and two, output and grad_input:
+// Direct convolution copies the source once, where the matrix product gathers it tap by tap and Winograd transforms it.
+// Measured on a Zen 5 with full-width vectors, one thread and two, output and grad_input:
 //
 //     as times of the matrix product, kernels of 3x3 to 7x7, 1x7 and 7x1, stride 1 and 2
 //         3 channels 1.3 to 2.6    16 and 32 channels 1.3 to 3    48 to 128 1.0 to 1.5    192 to 512 1.0 to 1.2
