@@ -31,8 +31,8 @@ bool winograd_pays(const ConvShape& shape, ProductKind kind, Path path) {
 }
 
 #ifdef BYTEBACK_AVX512VNNI
-// Direct convolution copies the source once, where the matrix product gathers it tap by tap and Winograd transforms it. Measured on
-// a Zen 5 with full-width vectors, one thread and two, output and grad_input:
+// Direct convolution copies the source once, where the matrix product gathers it tap by tap and Winograd transforms it.
+// Measured on a Zen 5 with full-width vectors, one thread and two, output and grad_input:
 //
 //     as times of the matrix product, kernels of 3x3 to 7x7, 1x7 and 7x1, stride 1 and 2
 //         3 channels 1.3 to 2.6    16 and 32 channels 1.3 to 3    48 to 128 1.0 to 1.5    192 to 512 1.0 to 1.2
@@ -41,6 +41,7 @@ bool winograd_pays(const ConvShape& shape, ProductKind kind, Path path) {
 //         0.77 used (7x7, 14x14)              16 channels 1.1, 1.3         64: 1.2, 1.3   96: 1.1, 1.2   128: 1.0, 1.15
 //         4x4                                 16 channels 0.8              32: 0.8    64: 0.8
 //     32 channels to 16: 0.85, 64 to 16: 0.95 (half of a block's columns are empty)
+//     with results of 1 MB and less, 16 and 32 channels 0.9: Winograd's tiles stay in the second-level cache too
 //
 // It is slower than the matrix product where rows are so short that a block has few pixels (0.8 for 2x2, 0.95 for 5x5 with 512
 // channels), where the work is mostly to pack weights (one image of 7x7: 0.85), and where taps do not overlap.
@@ -53,8 +54,8 @@ bool direct_beats_gemm(const ConvShape& shape, ProductKind kind) {
     const s64 reach = 1 + (shape.kernel[1] - 1) * shape.dilation[1],
               width = source[2] + (shape.kernel[2] - 1) * shape.dilation[2];
     if (shape.kernel[1] <= shape.stride[1] && shape.kernel[2] <= shape.stride[2]) return false;
-    return channels <= 512 && row >= (channels <= 128 ? 4 : 7) && shape.batch * lines >= 32 &&
-           reach * width * channels <= kBandBytes;
+    return channels <= 512 && row >= (channels <= 128 ? 4 : 7) &&
+           shape.batch * lines * row >= (channels <= 64 ? 32 : channels / 2) && reach * width * channels <= kBandBytes;
 }
 
 bool direct_beats_winograd(const ConvShape& shape, ProductKind kind) {
@@ -63,7 +64,10 @@ bool direct_beats_winograd(const ConvShape& shape, ProductKind kind) {
     const s64 C = output ? shape.in_channels : shape.out_channels, K = output ? shape.out_channels : shape.in_channels;
     const s64 pixels = image[1] * image[2], tiles = ceil_div(image[1], 4) * ceil_div(image[2], 4);
     if (tiles < (K <= 16 ? 9 : 4) || (K <= 16 && C > 16)) return false;
-    return C * K * pixels * pixels <= 29 * (C + K) * 256 * tiles * tiles;
+    const s64 floats = shape.batch * pixels * K;
+    if (floats < (5 * pixels <= 4 * 16 * tiles ? 1 << 17 : 1 << 19)) return false;
+    const f64 used = static_cast<f64>(pixels) / static_cast<f64>(16 * tiles);
+    return used * used * static_cast<f64>(C * K) <= static_cast<f64>(29 * (C + K));
 }
 
 bool direct_pays(const ConvShape& shape, ProductKind kind, Path path) {

@@ -77,9 +77,11 @@ std::string check_depths(Path path) {
 
 std::string self_check(Path path) {
     // A wide 1x1, odd sizes with a stride and padding, groups, all phases of a stride together, up to 8 and up to 16 columns,
-    // what Winograd is used for, and depthwise kernels: direct, scattered, with row pairs, and tap by tap.
+    // what Winograd is used for, direct convolution with groups of 4 and of 7 pixels and of rows of 9, and depthwise kernels:
+    // direct, scattered, with row pairs, and tap by tap.
     for (const Case& c : {Case{1, 64, 32, 1, 5, 1, 1, 0}, Case{2, 5, 19, 1, 7, 3, 2, 1}, Case{1, 12, 6, 2, 4, 2, 1, 0},
                           Case{1, 16, 48, 1, 16, 3, 2, 1}, Case{1, 9, 8, 1, 9, 1, 1, 0}, Case{2, 37, 20, 1, 6, 3, 1, 1},
+                          Case{1, 6, 40, 1, 8, 5, 1, 2}, Case{1, 20, 21, 1, 7, 5, 1, 2}, Case{2, 20, 6, 1, 17, 3, 2, 1},
                           Case{1, 32, 32, 32, 9, 3, 1, 1}, Case{1, 64, 64, 64, 9, 3, 2, 1}, Case{2, 32, 32, 32, 9, 5, 1, 2},
                           Case{1, 32, 32, 32, 7, 4, 2, 1}}) {
         const std::string found = check_case(path, c);

@@ -127,6 +127,7 @@ def conv_normalize_batch(arena: Arena, path: int, threads: int) -> None:
     # 8 MB of output are counted while they are written.
     large = (
         Convolution(1, 3, 17, 1, (1, 351, 353), (1, 1, 1)),
+        Convolution(1, 3, 17, 1, (1, 351, 353), (1, 3, 3), padding=(0, 1, 1)),
         Convolution(1, 17, 17, 17, (1, 351, 353), (1, 3, 3), padding=(0, 1, 1)),
     )
     for number, shape in enumerate((*CONVOLUTIONS.values(), *large)):

@@ -2,8 +2,8 @@
 // What the multiply kernel of the direct convolution (x86/direct_micro_*.h) multiplies: a few pixels of the result by 16 or
 // 32 of its channels, summed over the taps and the channels of the source.
 //
-// The source lies in rows of pixels, with zeros around the image. A tap is a distance in it that is the same for every pixel, and
-// taps side by side are one stretch of bytes:
+// The source lies in rows of pixels, with zeros around the image. A tap is a distance in it that is the same for every pixel,
+// and taps side by side are one stretch of bytes:
 //
 //        A  [row][column][channel], 4 channels to a step
 //        B  [panel of 16 result channels][tap][step][16 channels][4 bytes]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The multiply kernel of the direct convolution for AVX-512 VNNI: up to 14 pixels by 32 channels, or 28 by 16, whose sums stay in
-// registers until they are written. gemm_micro_avx512vnni.h explains the offset of 128.
+// The multiply kernel of the direct convolution for AVX-512 VNNI: up to 14 pixels by 32 channels, or 28 by 16, whose sums stay
+// in registers until they are written. gemm_micro_avx512vnni.h explains the offset of 128.
 #pragma once
 
 // First, because of how it includes the intrinsics.
