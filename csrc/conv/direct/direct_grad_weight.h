@@ -52,10 +52,11 @@ template <class Micro>
 class DirectGradWeight {
 public:
     DirectGradWeight(const ConvShape& shape, const s8* gradient, const s8* input, int thread_count)
-        : s(shape), C(C), K(K), x(input), g(gradient), images(s.batch * s.in[0]), quads(ceil_div(s.out[2], kQuad)),
-          panels(C / kPanelChannels), columns(s.taps() * panels), reach((s.kernel[1] - 1) * s.dilation[1] / s.stride[1]),
-          threads(thread_count), line_pixels(std::max((kQuad * quads - 1) * s.stride[2] + (s.kernel[2] - 1) * s.dilation[2] + 1,
-                                                      s.padding[2] + s.in[2])) {
+        : s(shape), C(s.in_channels), K(s.out_channels), x(input), g(gradient), images(s.batch * s.in[0]),
+          quads(ceil_div(s.out[2], kQuad)), panels(C / kPanelChannels), columns(s.taps() * panels),
+          reach((s.kernel[1] - 1) * s.dilation[1] / s.stride[1]), threads(thread_count),
+          line_pixels(
+              std::max((kQuad * quads - 1) * s.stride[2] + (s.kernel[2] - 1) * s.dilation[2] + 1, s.padding[2] + s.in[2])) {
         const s64 plane = s.kernel[2] * panels * quads * kVector, planes = std::min(s.stride[1], s.kernel[1]);
         const s64 per_row = plane * planes + K * kQuad * quads, halo = plane * planes * reach, most = kChunkBytes - halo;
         rows = std::clamp<s64>(most / per_row, 1, s.out[1]);
