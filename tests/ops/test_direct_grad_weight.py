@@ -66,7 +66,9 @@ def operands(case: tuple[Any, ...], full: bool) -> tuple[torch.Tensor, torch.Ten
     return integers(batch, filters, *out), integers(batch, channels, *image), weight, (stride, padding, dilation, 1)
 
 
-def run(g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: tuple[Any, ...], **scales: torch.Tensor) -> torch.Tensor:
+def run(
+    g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: tuple[Any, ...], **scales: torch.Tensor
+) -> torch.Tensor:
     one = torch.ones((1,) * x.dim())
     with byteback.path("avx512vnni"):
         result = ops.conv_int8_grad_weight(g, scales.get("g", one), x, scales.get("x", one), list(weight.shape), *geometry)
