@@ -71,7 +71,7 @@ def run(
 ) -> torch.Tensor:
     one = torch.ones((1,) * x.dim())
     with byteback.path("avx512vnni"):
-        result = ops.conv_int8_grad_weight(g, scales.get("g", one), x, scales.get("x", one), list(weight.shape), *geometry)
+        result = ops.conv_int8_grad_weight(g, scales.get("gs", one), x, scales.get("xs", one), list(weight.shape), *geometry)
     assert paths.last_kernel() == "avx512vnni/direct"
     return result
 
@@ -89,12 +89,15 @@ def test_every_number_of_threads_gives_the_integers_of_the_oracle(oracle: Any, n
 def test_scales_of_filters_and_of_channels(oracle: Any) -> None:
     g, x, weight, geometry = operands(CASES["row of 7 pixels"], False)
     generator = torch.Generator().manual_seed(2)
-    scales = {"g": torch.rand(1, 48, 1, 1, generator=generator) + 0.1, "x": torch.rand(1, 32, 1, 1, generator=generator) + 0.1}
-    factor = (scales["g"].reshape(48, 1) * scales["x"].reshape(1, 32)).numpy().reshape(48, 32, 1, 1)
+    scales = {
+        "gs": torch.rand(1, 48, 1, 1, generator=generator) + 0.1,
+        "xs": torch.rand(1, 32, 1, 1, generator=generator) + 0.1,
+    }
+    factor = (scales["gs"].reshape(48, 1) * scales["xs"].reshape(1, 32)).numpy().reshape(48, 32, 1, 1)
     acc = oracle.grad_weight(g, x, weight.shape, geometry)
     oracle.assert_bits(run(g, x, weight, geometry, **scales), acc, factor)
-    oracle.assert_bits(run(g, x, weight, geometry, g=scales["g"]), acc, scales["g"].reshape(48, 1, 1, 1).numpy())
-    oracle.assert_bits(run(g, x, weight, geometry, x=scales["x"]), acc, scales["x"].reshape(1, 32, 1, 1).numpy())
+    oracle.assert_bits(run(g, x, weight, geometry, gs=scales["gs"]), acc, scales["gs"].reshape(48, 1, 1, 1).numpy())
+    oracle.assert_bits(run(g, x, weight, geometry, xs=scales["xs"]), acc, scales["xs"].reshape(1, 32, 1, 1).numpy())
 
 
 @pytest.mark.parametrize(("a", "b"), [(-127, 127), (127, -127), (127, 127)])
