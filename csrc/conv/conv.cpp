@@ -237,6 +237,7 @@ const char* conv_grad_weight(Path path, const ConvShape& s, const s8* g, const s
         case Algorithm::depthwise_vnni:
             avx512vnni::depthwise_grad_weight(s, g, x, factor, dw, threads);
             return "avx512vnni/depthwise";
+        case Algorithm::direct_vnni: avx512vnni::direct_grad_weight(s, g, x, factor, dw, threads); return "avx512vnni/direct";
         case Algorithm::gemm_vnni: avx512vnni::gemm_grad_weight(s, g, x, factor, dw, threads); return "avx512vnni/gemm_s8";
         case Algorithm::winograd_vnni:
             avx512vnni::winograd_grad_weight(s, g, x, factor, dw, threads);

@@ -70,8 +70,43 @@ bool direct_beats_winograd(const ConvShape& shape, ProductKind kind) {
     return used * used * static_cast<f64>(C * K) <= static_cast<f64>(29 * (C + K));
 }
 
+// Direct grad_weight interleaves the operands once for all rows of taps, the matrix product once for every tap. Measured on a
+// Zen 5 with full-width vectors, two threads, as times of the matrix product, images of 8x8 to 56x56:
+//
+//     3x3 with stride 2      16 channels to 32: 2 to 4    32 to 64: 1.4 to 2    64 to 128: 1.0 to 1.9    96 and 128: 1.2 to 1.4
+//     5x5, 1x7, 7x1          16 channels 3.4 to 7         32: 1.9 to 3          48 to 64: 1.5 to 1.7     96 and 128: 1.05 to 1.2
+//     1x1                    16 channels 1.4 to 6         16 to 64: 1.1 to 3    64: 1.1 to 1.6 (images of 14x14 and more)
+//
+// and slower where a row has few quads (outputs of 2x2: 0.4 to 0.9; of 4x4: 1.0 with 64 channels, 0.85 with 128), and where the
+// sums are many for the pixels (128 channels to 256: 1.4 with 8192 pixels, 0.97 with 1568; 256 to 512 0.9).
+bool direct_grad_weight_beats_gemm(const ConvShape& shape) {
+    const s64 products = shape.in_channels * shape.out_channels, row = shape.out[2], lines = shape.out[1];
+    if (shape.taps() == 1) return row >= 4 && (products <= 1024 || (row >= 14 && products <= 8192));
+    const s64 sums = 4 * products * shape.taps(), pixels = shape.batch * shape.in[0] * lines * row;
+    if (sums > 1'200'000 || sums > 200 * pixels || row < 3) return false;
+    return products <= 2048 || (lines * row > 16 && 4 * row >= 3 * round_up(row, 4));
+}
+
+// As times of Winograd, images of 10x10 to 56x56: 16 channels 1.15 to 1.5, 16 to 32 and 64 1.1 to 1.4, 32 1.0 to 1.4; with 48 and
+// 64 channels 1.1 to 1.3 where Winograd's tiles are not all used (10x10, 14x14, 17x17), else 0.9 to 1.1. Images of up to 8x8:
+// 0.7 to 1.05.
+bool direct_grad_weight_beats_winograd(const ConvShape& shape) {
+    const s64 C = shape.in_channels, K = shape.out_channels, least = C < K ? C : K, row = shape.out[2], lines = shape.out[1];
+    if ((C > K ? C : K) > 64 || row < 9 || lines < 9 || 36 * C * K > 200 * shape.batch * lines * row) return false;
+    if (least == 16 || (least == 32 && row >= 20)) return true;
+    return lines * row <= 14 * ceil_div(lines, 4) * ceil_div(row, 4);
+}
+
+bool direct_grad_weight_pays(const ConvShape& shape) {
+    if (!avx512vnni::direct_grad_weight_fits(shape)) return false;
+    return avx2::winograd_fits(shape) && winograd_pays(shape, ProductKind::grad_weight, Path::avx512vnni)
+               ? direct_grad_weight_beats_winograd(shape)
+               : direct_grad_weight_beats_gemm(shape);
+}
+
 bool direct_pays(const ConvShape& shape, ProductKind kind, Path path) {
-    if (path != Path::avx512vnni || kind == ProductKind::grad_weight) return false;
+    if (path != Path::avx512vnni) return false;
+    if (kind == ProductKind::grad_weight) return direct_grad_weight_pays(shape);
     const bool fits =
         kind == ProductKind::output ? avx512vnni::direct_output_fits(shape) : avx512vnni::direct_grad_input_fits(shape);
     if (!fits || !direct_beats_gemm(shape, kind)) return false;
@@ -100,7 +135,9 @@ Plan make_plan(const ConvShape& shape, ProductKind kind, Path path) {
                 false, "one input channel per output channel: memory traffic decides, not arithmetic"};
 #ifdef BYTEBACK_AVX512VNNI
     if (direct_pays(shape, kind, path))
-        return {Algorithm::direct_vnni, false, "few channels: reads every tap in place; u8·s8 multiplies, 512-bit blocks"};
+        return {Algorithm::direct_vnni, false,
+                kind == ProductKind::grad_weight ? "few channels: pixels packed once for all rows of taps; u8·s8 multiplies"
+                                                 : "few channels: reads every tap in place; u8·s8 multiplies, 512-bit blocks"};
 #endif
     if (avx2::winograd_fits(shape) && winograd_pays(shape, kind, path))
         return {path == Path::avx512vnni ? Algorithm::winograd_vnni : Algorithm::winograd, false,

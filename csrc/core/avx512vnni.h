@@ -24,6 +24,10 @@ void direct_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, i
 void direct_grad_input(const ConvShape&, const s8* g, const s8* w, Factor, f32* dx, int threads,
                        const Epilogue* finish = nullptr);
 
+// The same for grad_weight, of multiples of 16 channels (direct_grad_weight_avx512vnni.cpp).
+bool direct_grad_weight_fits(const ConvShape&);
+void direct_grad_weight(const ConvShape&, const s8* g, const s8* x, Factor, f32* dw, int threads);
+
 // One input channel per output channel (depthwise_avx512vnni.cpp). plan.cpp uses them for multiples of 32 channels.
 bool depthwise_fits(const ConvShape&);
 void depthwise_output(const ConvShape&, const s8* x, const s8* w, Factor, f32* y, int threads,

@@ -38,13 +38,17 @@ Sizes = tuple[list[int], list[int], tuple[list[int], list[int], list[int], int]]
 
 
 def bias_convolution(case: Case, rng: np.random.Generator) -> None:
-    """Keeps the work small, and sends some cases to Winograd, to depthwise kernels and to the depth where int32 ends."""
+    """Keeps the work small, and sends some cases to Winograd, to direct kernels and to the depth where int32 ends."""
     kind = rng.random()
     if kind < 0.25:
         case.update(depthwise=False, groups=1, stride=[1, 1, 1], dilation=[1, 1, 1])
         case["kernel"] = [3, 3, 3] if case["spatial"] == 2 else [case["kernel"][0], 3, 3]
     elif kind < 0.275:
         _make_deep(case, rng)
+        return
+    elif kind < 0.375:  # whole vectors of channels: direct kernels
+        case.update(depthwise=False, groups=1, spatial=2)
+        case.update({name: 16 * int(rng.integers(1, 4)) for name in ("per_group", "filters")})
         return
     work = case["per_group"] * case["filters"] * case["batch"]
     if case["spatial"] == 3 or work > 4000 or case["groups"] > 1:

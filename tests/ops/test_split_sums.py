@@ -83,6 +83,8 @@ def summed_pixels() -> Iterator[tuple[int, Geometry]]:
     for image, batch in (((364, 365), 1), ((365, 365), 1), ((365, 365), 2)):
         yield batch * image[0] * image[1], square((2, 3), image, batch=batch)
         yield batch * image[0] * image[1], square((16, 16), image, batch=batch, groups=16)
+        yield batch * image[0] * image[1], square((16, 16), image, batch=batch)
+    yield 3 * 365 * 365, square((16, 16), (729, 729), stride=2, batch=3)  # more than an int32 holds, in each of two threads
 
 
 OUTPUT = [*summed_channels(), *many_taps(1, 0)]  # one output pixel meets all taps

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// grad_weight of a convolution in space with few channels: no pixel is packed once per tap, as a matrix product would.
+// grad_weight of a convolution in space with few channels and one group, where a matrix product would mostly pack pixels: once
+// for every tap.
 //
 //     dw[k, r, s, c] = Σ_p g[p, k] · x[p * stride + (r, s), c]
 //
@@ -32,11 +33,12 @@ namespace byteback {
 namespace {
 
 constexpr s64 kPanelChannels = 16, kFilters = 8, kQuad = 4;
-constexpr s64 kMostColumns = 3;            // of the multiply kernel
-constexpr s64 kVector = 64;                // bytes of a quad of 16 channels
-constexpr s64 kVisit = 128;                // steps between two readings of the sums
-constexpr s64 kChunkBytes = 320 << 10;     // of both packed operands, for the second-level cache
-constexpr s64 kFewSums = 1 << 14;          // that one thread finishes as fast as several
+constexpr s64 kMostColumns = 3;         // of the multiply kernel
+constexpr s64 kVector = 64;             // bytes of a quad of 16 channels
+constexpr s64 kVisit = 128;             // steps between two readings of the sums
+constexpr s64 kChunkBytes = 320 << 10;  // of both packed operands, for the second-level cache
+constexpr s64 kMostRowBytes = 1 << 20;  // of the operands of an output row
+constexpr s64 kFewSums = 1 << 14;       // that one thread finishes as fast as several
 
 struct ChunkScratch {};
 struct ThreadSums {};
@@ -49,12 +51,12 @@ struct QuadStretch {
 template <class Micro>
 class DirectGradWeight {
 public:
-    DirectGradWeight(const ConvShape& shape, s64 group, const s8* gradient, const s8* input, int thread_count)
-        : s(shape), C(s.group_in()), K(s.group_out()), x(input + group * C), g(gradient + group * K), images(s.batch * s.in[0]),
+    DirectGradWeight(const ConvShape& shape, const s8* gradient, const s8* input, int thread_count)
+        : s(shape), C(s.in_channels), K(s.out_channels), x(input), g(gradient), images(s.batch * s.in[0]),
           quads(ceil_div(s.out[2], kQuad)), panels(C / kPanelChannels), columns(s.taps() * panels),
           reach((s.kernel[1] - 1) * s.dilation[1] / s.stride[1]), threads(thread_count),
-          line_pixels(std::max((kQuad * quads - 1) * s.stride[2] + (s.kernel[2] - 1) * s.dilation[2] + 1,
-                               s.padding[2] + s.in[2])) {
+          line_pixels(
+              std::max((kQuad * quads - 1) * s.stride[2] + (s.kernel[2] - 1) * s.dilation[2] + 1, s.padding[2] + s.in[2])) {
         const s64 plane = s.kernel[2] * panels * quads * kVector, planes = std::min(s.stride[1], s.kernel[1]);
         const s64 per_row = plane * planes + K * kQuad * quads, halo = plane * planes * reach, most = kChunkBytes - halo;
         rows = std::clamp<s64>(most / per_row, 1, s.out[1]);
@@ -81,7 +83,8 @@ public:
             for (s64 begin, end; next(begin, end);) {
                 if (part.pixels == 0 && part.wide.empty()) fetch(place_of(begin), 0, 1);
                 // What follows a range is most often this thread's too.
-                for (s64 i = begin; i < end; ++i) add_chunk(chunk, place_of(i), i + 1 < chunks ? place_of(i + 1) : Place{}, part);
+                for (s64 i = begin; i < end; ++i)
+                    add_chunk(chunk, place_of(i), i + 1 < chunks ? place_of(i + 1) : Place{}, part);
             }
         });
         finish(parts, factor, dw);
@@ -90,8 +93,8 @@ public:
 private:
     // What a thread has added up.
     struct Part {
-        s32* sums = nullptr;     // and behind them Σ g of each filter
-        s64 pixels = 0;          // that they hold
+        s32* sums = nullptr;      // and behind them Σ g of each filter
+        s64 pixels = 0;           // that they hold
         std::vector<s64> wide{};  // what was moved from them
     };
 
@@ -137,9 +140,13 @@ private:
         const s64 from = std::clamp<s64>(top * s.stride[1] - s.padding[1], 0, s.in[1]);
         const s64 to = std::clamp<s64>((top + height - 1) * s.stride[1] - s.padding[1] + (s.kernel[1] - 1) * s.dilation[1] + 1,
                                        from, s.in[1]);
-        const s64 x_row = s.in[2] * s.in_channels, g_row = s.out[2] * s.out_channels;
+        const s64 x_row = s.in[2] * C, g_row = s.out[2] * K;
         const s64 x_rows = (count - 1) * s.in[1] + to - from, g_rows = (count - 1) * s.out[1] + height;
-        return {first, count, top, height, {x + (first * s.in[1] + from) * x_row, g + (first * s.out[1] + top) * g_row},
+        return {first,
+                count,
+                top,
+                height,
+                {x + (first * s.in[1] + from) * x_row, g + (first * s.out[1] + top) * g_row},
                 {x_rows * x_row, g_rows * g_row}};
     }
 
@@ -152,9 +159,9 @@ private:
         chunk.visits.clear();
         s64 depth = 0;
         for (s64 i = 0; i < count; ++i) {
-            pack_input(chunk.line, x + (first + i) * s.in[1] * s.in[2] * s.in_channels, top, height, chunk.x + i * x_image());
-            pack_gradient(chunk.last, g + ((first + i) * s.out[1] + top) * s.out[2] * s.out_channels, height,
-                          chunk.g + i * g_image(), part.sums + sums_size());
+            pack_input(chunk.line, x + (first + i) * s.in[1] * s.in[2] * C, top, height, chunk.x + i * x_image());
+            pack_gradient(chunk.last, g + ((first + i) * s.out[1] + top) * s.out[2] * K, height, chunk.g + i * g_image(),
+                          part.sums + sums_size());
             const s64 all = height * quads, pieces = ceil_div(all, kVisit + kVisit / 4);
             for (s64 p = 0; p < pieces; ++p) {
                 const s64 begin = all * p / pieces, end = all * (p + 1) / pieces;
@@ -184,27 +191,20 @@ private:
                         std::memset(here + p * panel, Micro::kZero, static_cast<size_t>(quads * kVector));
                     continue;
                 }
-                const s8* source = image + from * s.in[2] * s.in_channels;
-                copy_line(line + s.padding[2] * C, source);
+                const s8* source = image + from * s.in[2] * C;
+                Micro::copy(line + s.padding[2] * C, source, s.in[2] * C);  // between borders that stay as they are
                 for (s64 across = 0; across < s.kernel[2]; ++across)
                     Micro::pack_input(here + across * panels * panel, panel, line + across * s.dilation[2] * C, pixel, quads,
                                       panels);
             }
     }
 
-    // A row of x, between borders that stay as they are.
-    void copy_line(char* to, const s8* from) const {
-        if (s.groups == 1) return Micro::copy(to, from, s.in[2] * C);
-        for (s64 i = 0; i < s.in[2]; ++i) Micro::copy(to + i * C, from + i * s.in_channels, C);
-    }
-
     void pack_gradient(char* last, const s8* from, s64 height, char* to, s32* filter_sums) const {
         const s64 whole = s.out[2] / kQuad, rest = s.out[2] % kQuad, block = g_block(), next = quads * kFilters * kQuad;
-        for (s64 row = 0; row < height; ++row, from += s.out[2] * s.out_channels, to += next) {
-            if (whole > 0) Micro::pack_gradient(to, block, from, s.out_channels, whole, K, filter_sums);
+        for (s64 row = 0; row < height; ++row, from += s.out[2] * K, to += next) {
+            if (whole > 0) Micro::pack_gradient(to, block, from, K, whole, K, filter_sums);
             if (rest == 0) continue;
-            for (s64 i = 0; i < rest; ++i)
-                std::memcpy(last + i * K, from + (whole * kQuad + i) * s.out_channels, static_cast<size_t>(K));
+            for (s64 i = 0; i < rest; ++i) std::memcpy(last + i * K, from + (whole * kQuad + i) * K, static_cast<size_t>(K));
             Micro::pack_gradient(to + whole * kFilters * kQuad, block, reinterpret_cast<const s8*>(last), K, 1, K, filter_sums);
         }
     }
@@ -313,12 +313,8 @@ private:
 
 template <class Micro>
 void run_direct_grad_weight(const ConvShape& s, const s8* g, const s8* x, Factor factor, f32* dw, int threads) {
-    const s64 group_size = s.group_out() * s.taps() * s.group_in();
-    if (s.batch == 0) return static_cast<void>(std::fill_n(dw, s.groups * group_size, 0.0f));
-    for (s64 group = 0; group < s.groups; ++group) {
-        const Factor own{factor.values + group * s.group_out() * factor.row, factor.row, factor.column};
-        DirectGradWeight<Micro>(s, group, g, x, threads).run(own, dw + group * group_size);
-    }
+    if (s.batch == 0) return static_cast<void>(std::fill_n(dw, s.out_channels * s.taps() * s.in_channels, 0.0f));
+    DirectGradWeight<Micro>(s, g, x, threads).run(factor, dw);
 }
 
 }  // namespace

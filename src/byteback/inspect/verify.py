@@ -71,6 +71,8 @@ FIXED = [
     _plain(2, 32, 64, 16, 5),  # direct convolution: rows of whole groups of pixels, of 4 and of 7, and others
     _plain(3, 22, 45, 14, 3, stride=2),
     _plain(2, 16, 48, 19, 5),
+    _plain(4, 16, 32, 18, 3, stride=2),  # grad_weight by quads of pixels, rows that end inside one
+    _plain(2, 32, 16, 13, 5),
     _plain(2, 48, 48, 13, 3, groups=48),
     _plain(2, 48, 48, 13, 5, stride=2, groups=48),
     _plain(2, 64, 64, 13, 3, groups=64),  # depthwise with whole vectors of 512 bits

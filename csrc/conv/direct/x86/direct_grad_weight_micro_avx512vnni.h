@@ -28,8 +28,8 @@ struct DirectQuads {
 
     // 16 channels of 4 pixels: [channels by four][pixel][4 channels] -> [channel][pixel].
     static __m512i turn(__m512i by_four) {
-        return _mm512_shuffle_epi8(
-            by_four, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+        return _mm512_shuffle_epi8(by_four,
+                                   _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
     }
     static __m512i load_pair(const char* from, s64 pixel) {
         const auto half = [](const char* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); };
