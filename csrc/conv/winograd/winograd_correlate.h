@@ -21,7 +21,6 @@ namespace byteback {
 namespace {
 
 constexpr s64 kMaxWidth = 4 * kPanel;   // result channels at a time, so that there are enough tiles at a time
-constexpr s64 kAheadBytes = 3 << 20;    // of a thread's transformed inputs: in the third-level cache soon, even if it was cold
 constexpr s64 kShallow = 64;            // fewer summed channels than this: weights are quickly read again, so
 constexpr s64 kShallowTiles = 24;       // a block is small, and next to nothing leaves the first two caches
 constexpr s64 kStreamBytes = 16 << 20;  // of results: more would not stay in the third-level cache anyway
@@ -131,7 +130,7 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
         const Repeat over_positions{kPositions, p.plane, lines * 2 * kPanel, kPanel};
         const char* a = inputs + begin * 2;
         multiply(tiles, 1, {a, p.row, 4, own.panels + begin / 2 * 2 * kPanel, 0, pairs, own.products, 0},
-                 {a + p.plane, 32, p.row}, over_positions);
+                 {a + p.plane, 32}, over_positions);
         return;
     }
     const s64 at_once = panels == 1 ? std::max<s64>(1, tiles / kRows) * kRows : kRows;
@@ -144,7 +143,7 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
             const char* next = tile + kRows < tiles ? a + kRows * p.row : plane + p.plane;
             const Multiply block{a, p.row, 4, b, panel_size(depth), pairs, own.products + tile * kTile + position * kPanel,
                                  p.block_tiles * kTile};
-            multiply(std::min<s64>(kRows, tiles - tile), panels, block, {next, 32, p.row},
+            multiply(std::min<s64>(kRows, tiles - tile), panels, block, {next, 32},
                      panels == 1 && tile == 0 ? over_tiles : Repeat{});
         }
     }

@@ -114,7 +114,7 @@ __attribute__((always_inline)) inline void multiply_block(std::integer_sequence<
         (multiply_row<kRow>(sums, b, bases, steps), ...);
         _mm_prefetch(ahead.at, _MM_HINT_T0);
         ahead.at += ahead.step;
-        for (const char*& base : bases) base += m.step;  // what no row needs costs nothing
+        for (const char*& base : bases) base += m.step;
         columns += 2 * kPanel;
     } while (--pairs);
     s32* to[kPanels];
