@@ -2,7 +2,7 @@
 // output and grad_input by Winograd: transform the tiles, multiply, transform back.
 //
 // The order of the loops follows from memory: a transform turns 1 byte of weights into 8, and 1 byte of inputs into 4.5. So the
-// weights of 16 to 64 result channels at a time are transformed when they are needed, and only kept in the second-level cache.
+// weights of 16 to 64 result channels at a time are transformed when they are needed, and only kept in the caches.
 // Inputs are transformed once for all result channels: per block of tiles if there is only one block of channels ("fused"),
 // otherwise for many tiles ahead. Threads have their own tiles and result channels, and do not wait for each other.
 //
@@ -121,7 +121,7 @@ void prepare_weights(const Correlation& c, s64 first, s64 columns, CorrelationTh
 }
 
 // All products of a block of tiles over the summed channels begin .. end-1. A few tiles (kRows) meet all panels before the next
-// ones come, which are fetched meanwhile: the panels of one position stay in the first-level cache. With one panel all tiles
+// ones come, which are fetched meanwhile: the panels of one position stay near the first-level cache. With one panel all tiles
 // meet it in one call, or a few tiles all positions.
 void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const CorrelationThread& own, const char* inputs, s64 tiles,
                     s64 panels, s64 begin, s64 end) {
@@ -129,8 +129,8 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
     if (panels == 1 && tiles <= kRows) {
         const Repeat over_positions{kPositions, p.plane, lines * 2 * kPanel, kPanel};
         const char* a = inputs + begin * 2;
-        multiply(tiles, 1, {a, p.row, 4, own.panels + begin / 2 * 2 * kPanel, 0, pairs, own.products, 0},
-                 {a + p.plane, 32}, over_positions);
+        multiply(tiles, 1, {a, p.row, 4, own.panels + begin / 2 * 2 * kPanel, 0, pairs, own.products, 0}, {a + p.plane, 32},
+                 over_positions);
         return;
     }
     const s64 at_once = panels == 1 ? std::max<s64>(1, tiles / kRows) * kRows : kRows;
@@ -141,7 +141,13 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
         for (s64 tile = 0; tile < tiles; tile += at_once) {
             const char* a = plane + tile * p.row;
             const char* next = tile + kRows < tiles ? a + kRows * p.row : plane + p.plane;
-            const Multiply block{a, p.row, 4, b, panel_size(depth), pairs, own.products + tile * kTile + position * kPanel,
+            const Multiply block{a,
+                                 p.row,
+                                 4,
+                                 b,
+                                 panel_size(depth),
+                                 pairs,
+                                 own.products + tile * kTile + position * kPanel,
                                  p.block_tiles * kTile};
             multiply(std::min<s64>(kRows, tiles - tile), panels, block, {next, 32},
                      panels == 1 && tile == 0 ? over_tiles : Repeat{});

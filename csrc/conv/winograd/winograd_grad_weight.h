@@ -148,7 +148,8 @@ void finish_panel(const GradWeight& g, const GradWeightPlan& p, const s32* produ
 }
 
 // 16 gradient channels and `panels` times 16 input channels of a chunk. While it multiplies it fetches the operands of the next
-// position, first of all the gradients, which come from the third-level cache, and the sums that finish_panel will add to: 144 rows of a cache line per panel, `stride` bytes apart.
+// position, first of all the gradients, which come from the third-level cache, and the sums that finish_panel will add to: 144
+// rows of a cache line per panel, `stride` bytes apart.
 void multiply_panels(const s16* gradients, const s16* inputs, s64 rows, s64 panels, s64 pairs, s64 lines, s64 size,
                      s32* products, const char* sums, s64 stride) {
     for (int position = 0; position < kPositions; ++position, gradients += lines * 2 * kPanel, inputs += lines * 2 * kPanel) {
@@ -157,10 +158,10 @@ void multiply_panels(const s16* gradients, const s16* inputs, s64 rows, s64 pane
         const char* a = reinterpret_cast<const char*>(gradients);
         const Ahead ahead[3] = {{a + lines * 64, 64}, {reinterpret_cast<const char*>(inputs) + lines * 64, 64}, {a, 0}};
         for (s64 row = 0; row < rows; row += kRows)
-            multiply(std::min<s64>(kRows, rows - row), panels,
-                     {a + 4 * row, 4, 4 * kPanel, inputs, size, pairs, products + row * kTile + position * kPanel,
-                      kPanel * kTile},
-                     ahead[row / kRows]);
+            multiply(
+                std::min<s64>(kRows, rows - row), panels,
+                {a + 4 * row, 4, 4 * kPanel, inputs, size, pairs, products + row * kTile + position * kPanel, kPanel * kTile},
+                ahead[row / kRows]);
     }
 }
 
