@@ -2,7 +2,7 @@
 // output and grad_input by Winograd: transform the tiles, multiply, transform back.
 //
 // The order of the loops follows from memory: a transform turns 1 byte of weights into 8, and 1 byte of inputs into 4.5. So the
-// weights of 16 to 64 result channels at a time are transformed when they are needed, and only kept in the second-level cache.
+// weights of 16 to 64 result channels at a time are transformed when they are needed, and only kept in the caches.
 // Inputs are transformed once for all result channels: per block of tiles if there is only one block of channels ("fused"),
 // otherwise for many tiles ahead. Threads have their own tiles and result channels, and do not wait for each other.
 //
@@ -21,7 +21,6 @@ namespace byteback {
 namespace {
 
 constexpr s64 kMaxWidth = 4 * kPanel;   // result channels at a time, so that there are enough tiles at a time
-constexpr s64 kAheadBytes = 3 << 20;    // of a thread's transformed inputs: in the third-level cache soon, even if it was cold
 constexpr s64 kShallow = 64;            // fewer summed channels than this: weights are quickly read again, so
 constexpr s64 kShallowTiles = 24;       // a block is small, and next to nothing leaves the first two caches
 constexpr s64 kStreamBytes = 16 << 20;  // of results: more would not stay in the third-level cache anyway
@@ -122,7 +121,7 @@ void prepare_weights(const Correlation& c, s64 first, s64 columns, CorrelationTh
 }
 
 // All products of a block of tiles over the summed channels begin .. end-1. A few tiles (kRows) meet all panels before the next
-// ones come, which are fetched meanwhile: the panels of one position stay in the first-level cache. With one panel all tiles
+// ones come, which are fetched meanwhile: the panels of one position stay near the first-level cache. With one panel all tiles
 // meet it in one call, or a few tiles all positions.
 void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const CorrelationThread& own, const char* inputs, s64 tiles,
                     s64 panels, s64 begin, s64 end) {
@@ -130,8 +129,8 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
     if (panels == 1 && tiles <= kRows) {
         const Repeat over_positions{kPositions, p.plane, lines * 2 * kPanel, kPanel};
         const char* a = inputs + begin * 2;
-        multiply(tiles, 1, {a, p.row, 4, own.panels + begin / 2 * 2 * kPanel, 0, pairs, own.products, 0},
-                 {a + p.plane, 32, p.row}, over_positions);
+        multiply(tiles, 1, {a, p.row, 4, own.panels + begin / 2 * 2 * kPanel, 0, pairs, own.products, 0}, {a + p.plane, 32},
+                 over_positions);
         return;
     }
     const s64 at_once = panels == 1 ? std::max<s64>(1, tiles / kRows) * kRows : kRows;
@@ -142,9 +141,15 @@ void multiply_chunk(const Correlation& c, const CorrelationPlan& p, const Correl
         for (s64 tile = 0; tile < tiles; tile += at_once) {
             const char* a = plane + tile * p.row;
             const char* next = tile + kRows < tiles ? a + kRows * p.row : plane + p.plane;
-            const Multiply block{a, p.row, 4, b, panel_size(depth), pairs, own.products + tile * kTile + position * kPanel,
+            const Multiply block{a,
+                                 p.row,
+                                 4,
+                                 b,
+                                 panel_size(depth),
+                                 pairs,
+                                 own.products + tile * kTile + position * kPanel,
                                  p.block_tiles * kTile};
-            multiply(std::min<s64>(kRows, tiles - tile), panels, block, {next, 32, p.row},
+            multiply(std::min<s64>(kRows, tiles - tile), panels, block, {next, 32},
                      panels == 1 && tile == 0 ? over_tiles : Repeat{});
         }
     }

@@ -23,7 +23,6 @@ constexpr s64 kChunkTiles = 128;
 static_assert(chunk_is_safe(16 * kMax * kChunkTiles), "a chunk's sums must survive divide_by_576");
 constexpr s64 kPartChunks = kInt32Depth / (16 * kChunkTiles);  // 65 chunks surely add up within int32
 constexpr s64 kGradientPanels = 32;                            // that are held at a time, in the third-level cache
-constexpr s64 kInputPanels = 2;                                // in the second-level cache
 constexpr s64 kStreamedGradient = 1 << 20;                     // bytes of dw
 
 // dw[k, r, s, c] = Σ_{n, i, h, w} g[n, i + shift_g, h, w, k] · x[n, i + shift_x, h + r - pad_h, w + s - pad_w, c]: one time
@@ -149,20 +148,20 @@ void finish_panel(const GradWeight& g, const GradWeightPlan& p, const s32* produ
 }
 
 // 16 gradient channels and `panels` times 16 input channels of a chunk. While it multiplies it fetches the operands of the next
-// position and the sums that finish_panel will add to: 144 rows of a cache line per panel, `stride` bytes apart.
+// position, first of all the gradients, which come from the third-level cache, and the sums that finish_panel will add to: 144
+// rows of a cache line per panel, `stride` bytes apart.
 void multiply_panels(const s16* gradients, const s16* inputs, s64 rows, s64 panels, s64 pairs, s64 lines, s64 size,
                      s32* products, const char* sums, s64 stride) {
     for (int position = 0; position < kPositions; ++position, gradients += lines * 2 * kPanel, inputs += lines * 2 * kPanel) {
         for (int i = 0; i < 4; ++i, sums += stride)
             for (s64 panel = 0; panel < panels; ++panel) __builtin_prefetch(sums + panel * 64);
         const char* a = reinterpret_cast<const char*>(gradients);
-        const Ahead ahead[3] = {
-            {reinterpret_cast<const char*>(inputs) + lines * 64, 64, 0}, {a + lines * 64, 64, 0}, {a, 0, 0}};
+        const Ahead ahead[3] = {{a + lines * 64, 64}, {reinterpret_cast<const char*>(inputs) + lines * 64, 64}, {a, 0}};
         for (s64 row = 0; row < rows; row += kRows)
-            multiply(std::min<s64>(kRows, rows - row), panels,
-                     {a + 4 * row, 4, 4 * kPanel, inputs, size, pairs, products + row * kTile + position * kPanel,
-                      kPanel * kTile},
-                     ahead[row / kRows]);
+            multiply(
+                std::min<s64>(kRows, rows - row), panels,
+                {a + 4 * row, 4, 4 * kPanel, inputs, size, pairs, products + row * kTile + position * kPanel, kPanel * kTile},
+                ahead[row / kRows]);
     }
 }
 

@@ -4,7 +4,7 @@
 // Neighbouring tiles of 6x6 pixels share two columns, so the transform along the columns is done once per column of a strip of
 // tiles, and only the transform along the rows is done once per tile. The intermediate result is the strip: [column][6]
 // vectors, in the first-level cache. Pixels outside the image take almost no time: columns outside are stored as zeros, and
-// rows outside all read the same row of zeros.
+// rows outside all read the same row of zeros. While a strip is transformed, the pixels of the tiles below are fetched.
 //
 // Compiled once per path, with its winograd_vector_*.h.
 #pragma once

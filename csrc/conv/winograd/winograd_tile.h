@@ -25,10 +25,10 @@ struct Multiply {
 };
 
 // What a multiply asks the caches for while it runs: with each pair of its depth the line at `at`, which then moves on by
-// `step` bytes. `row` bytes on begins what belongs to the next row.
+// `step` bytes.
 struct Ahead {
     const char* at;
-    s64 step, row;
+    s64 step;
 };
 
 // How often a multiply with one panel is done in one call, and how far it moves on each time: `a` in bytes, `b` and the products

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Winograd on the AVX-512 VNNI path (winograd_products.h has the algorithm): vectors of 64 bytes, 24 rows at a time.
+// Winograd on the AVX-512 VNNI path (winograd_products.h has the algorithm): vectors of 64 bytes, blocks of 24 of them.
 #include "core/avx512vnni.h"
 #include "conv/winograd/x86/winograd_vector_avx512vnni.h"
 #include "conv/winograd/x86/winograd_kernel_avx512vnni.h"

@@ -96,8 +96,7 @@ __attribute__((always_inline)) inline s32* next_panel(s32* to, const Multiply& m
 
 template <int kPanels, int... kRow, int... kSum>
 __attribute__((always_inline)) inline void multiply_block(std::integer_sequence<int, kRow...>,
-                                                          std::integer_sequence<int, kSum...>, const Multiply& m,
-                                                          Ahead ahead) {
+                                                          std::integer_sequence<int, kSum...>, const Multiply& m, Ahead ahead) {
     asm volatile("" ::: "memory");  // multiply_row does not tell the compiler that it reads what was stored so far
     const RowSteps steps{m.row, 3 * m.row, 5 * m.row, 7 * m.row};
     const char* bases[3] = {m.a, m.a + 8 * m.row, m.a + 16 * m.row};
@@ -114,7 +113,7 @@ __attribute__((always_inline)) inline void multiply_block(std::integer_sequence<
         (multiply_row<kRow>(sums, b, bases, steps), ...);
         _mm_prefetch(ahead.at, _MM_HINT_T0);
         ahead.at += ahead.step;
-        for (const char*& base : bases) base += m.step;  // what no row needs costs nothing
+        for (const char*& base : bases) base += m.step;
         columns += 2 * kPanel;
     } while (--pairs);
     s32* to[kPanels];
@@ -128,8 +127,8 @@ __attribute__((always_inline)) inline void multiply_block(std::integer_sequence<
 template <int kPanels, int kCount>
 __attribute__((noinline)) void multiply_exactly(Multiply m, Ahead ahead, const Repeat& repeat) {
     for (s64 i = 0; i < repeat.count; ++i) {
-        multiply_block<kPanels>(std::make_integer_sequence<int, kCount>(),
-                                std::make_integer_sequence<int, kCount * kPanels>(), m, ahead);
+        multiply_block<kPanels>(std::make_integer_sequence<int, kCount>(), std::make_integer_sequence<int, kCount * kPanels>(),
+                                m, ahead);
         m.a += repeat.a, ahead.at += repeat.a, m.b += repeat.b, m.products += repeat.products;
     }
 }

@@ -20,6 +20,8 @@ constexpr int kChannels = 2 * kLanes;  // of 16 bits
 constexpr int kVectors = kPanel / kLanes;
 constexpr s64 kWeightBytes = 600 << 10;  // of transformed weights, to stay in the second-level cache
 constexpr s64 kProducts = 2304;          // tiles times result channels whose products are kept, likewise
+constexpr s64 kAheadBytes = 3 << 20;     // of a thread's transformed inputs: in the third-level cache soon, even if it was cold
+constexpr s64 kInputPanels = 2;          // of grad_weight, in the second-level cache
 
 inline V load(const void* from) { return _mm256_load_si256(static_cast<const V*>(from)); }
 inline void store(void* to, V v) { _mm256_store_si256(static_cast<V*>(to), v); }

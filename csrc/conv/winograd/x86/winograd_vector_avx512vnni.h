@@ -21,8 +21,12 @@ using Floats = __m512;
 constexpr int kLanes = 16;             // of 32 bits
 constexpr int kChannels = 2 * kLanes;  // of 16 bits
 constexpr int kVectors = kPanel / kLanes;
-constexpr s64 kWeightBytes = 600 << 10;  // of transformed weights, to stay in the second-level cache
-constexpr s64 kProducts = 3072;          // tiles times result channels whose products are kept, likewise
+constexpr s64 kProducts = 1536;  // tiles times result channels whose products are kept, in the second-level cache
+// Of transformed weights. Four panels of 512 channels fit; they need not stay in the second-level cache, because every line is
+// multiplied with 24 rows at a time. Fewer panels at a time would read the transformed inputs more often.
+constexpr s64 kWeightBytes = 2400 << 10;
+constexpr s64 kAheadBytes = 6 << 20;  // of a thread's transformed inputs, in the third-level cache
+constexpr s64 kInputPanels = 2;       // of grad_weight, in the second-level cache
 
 inline V load(const void* from) { return _mm512_load_si512(from); }
 inline void store(void* to, V v) { _mm512_store_si512(to, v); }
