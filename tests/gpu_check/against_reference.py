@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from byteback.ops.backends import reference, triton
-from byteback.ops.backends.triton import quantize as quantize_kernels
 from byteback.ops.backends.triton import tiles
 from byteback.ops.backends.triton.kernels import conv_grad_weight
 from byteback.ops.backends.triton.launch import launch
+from byteback.ops.backends.triton.quantize import quantize_packing as quantize_into_both
 from byteback.ops.contract import layout
 from byteback.ops.contract.packing import packed
 from byteback.ops.products import _output_size
@@ -78,7 +78,7 @@ def quantize_packing() -> None:
     x = drawn((30, 11, 3, 5), torch.Generator().manual_seed(0), bad=True)
     clip = reference.absmax(torch.nan_to_num(x, 0.0, 2.0, -2.0), 1) * 0.6
     key = reference.noise_key(torch.tensor(-5), torch.tensor(3), torch.tensor(2**33 + 1), 0)
-    q, expected = quantize_kernels.quantize_packing(x, clip, key, True), reference.quantize(x, clip, key)
+    q, expected = quantize_into_both(x, clip, key, True), reference.quantize(x, clip, key)
     assert_same_bits(q, expected)
     if tiles.multiplies_int8(x.device):
         assert_same_bits(for_grad_weight(q), packed(expected.values))

@@ -77,8 +77,8 @@ def estimate(case: ConvCase, gpu: Gpu) -> Sides:
     tf32, bf16 = floats(gpu.tf32, 4), floats(gpu.bf16, 2)
     forward = time(gpu.int8, operations, x + 4 * y) + time(gpu.int8, 0.0, y * (4 + 4 + 1 + 1 + 0.125))
     quantized = time(gpu.int8, 0.0, y * (4 + 1 + 0.125) * 2 + y)
-    # grad_weight reads copies packed by 16 images, which a pass of its own writes.
-    packed = time(gpu.int8, 0.0, 2 * (x + y))
+    # grad_weight reads copies packed by 16 images, which the passes that make the integers write too.
+    packed = time(gpu.int8, 0.0, x + y)
     backward = time(gpu.int8, operations, y + 4 * x) + time(gpu.int8, operations, x + y)
     return Sides(tf32, bf16, forward + quantized + packed + backward)
 

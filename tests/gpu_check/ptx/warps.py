@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instructions of a warp of 32 threads: shuffles, reductions, ldmatrix and mma.sync."""
+"""Instructions of a warp of 32 threads: shuffles, reductions, ldmatrix, stmatrix and mma.sync."""
 
 from __future__ import annotations
 
@@ -56,6 +56,22 @@ def load_matrix(lanes: Lanes, made: Instruction) -> None:
         found = np.zeros((len(active), 32), np.uint32)
         found[active] = pairs[:, index]
         lanes.write(name, found.reshape(-1))
+
+
+@opcode(r"stmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared\.b16")
+def store_matrix(lanes: Lanes, made: Instruction) -> None:
+    """The reverse of ldmatrix."""
+    active, names = lanes.warps(), made.names(1)
+    rows = lanes.address(made.name(0)).reshape(-1, 32)[active][:, : 8 * len(names)]
+    rows = lanes.shared.check(rows, 16).reshape(-1, len(names), 8)
+    lanes.shared.meter("stmatrix", rows[:8].reshape(-1, 8), 16)
+    block = lanes.block.reshape(-1, 32)[active, 0]
+    pairs = np.stack([lanes.read(name, "u32").reshape(-1, 32)[active] for name in names], 1)
+    tiles = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, len(names), 8, 8)
+    if made.has("trans"):
+        tiles = tiles.swapaxes(2, 3)
+    data = np.ascontiguousarray(tiles).view(np.uint8)
+    lanes.shared.data[block[:, None, None, None], rows[..., None] + np.arange(16)] = data
 
 
 @opcode(r"mma\.sync\.aligned\.m16n8k32\.row\.col(\.satfinite)?\.s32\.s8\.s8\.s32")

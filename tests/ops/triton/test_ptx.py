@@ -91,6 +91,18 @@ def test_the_meter_counts_bank_conflicts(step: int, size: int, waves: int) -> No
     assert shared.waves["ld"] == [waves, 1]
 
 
+@pytest.mark.parametrize("trans", [False, True])
+def test_tiles_are_stored_as_ptx_says(trans: bool) -> None:
+    """Each thread holds two numbers of 16 bits of a tile of 8 x 8, and gives the address of a row of it."""
+    kind = ".trans" if trans else ""
+    body = "and.b32 %r1, %r0, 7;\nshl.b32 %r1, %r1, 4;\nshl.b32 %r2, %r0, 17;\nadd.s32 %r2, %r2, %r0;\nadd.s32 %r2, %r2, %r0;\n"
+    body += f"add.s32 %r2, %r2, 65536;\nstmatrix.sync.aligned.m8n8.x1{kind}.shared.b16 [%r1], {{%r2}};\n"
+    lanes = run(body + "shl.b32 %r1, %r0, 2;\nld.shared.b32 %r3, [%r1];\n", shared=128)
+    tile = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    expected = np.ascontiguousarray(tile.T if trans else tile).view(np.uint32).reshape(-1)
+    assert np.array_equal(lanes.read("%r3", "u32"), expected)
+
+
 def test_bank_conflicts_of_a_program_are_counted() -> None:
     assert run("shl.b32 %r1, %r0, 7;\nst.shared.b32 [%r1], %r0;\n", shared=4096).shared.waves == {"st.4": [32, 1]}
 

@@ -82,9 +82,8 @@ def normalize(
     INT8: tl.constexpr, FLOAT: tl.constexpr, MASK: tl.constexpr, PEAK: tl.constexpr, KEEP: tl.constexpr,
     PACKS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One pass. ACT is the number of the activation. RESIDUAL: 0 none, 1 floats, 2 int8 with one scale.
-    It reads float32 or bfloat16. ROUNDS: out is the bits of bfloat16. KEEP: 1 stores x as int8 around a centre,
-    2 as bits of bfloat16.
+    """One pass. ACT is the number of the activation. RESIDUAL: 0 none, 1 floats, 2 int8 with one scale. Floats it reads are
+    float32 or bfloat16. ROUNDS: out is the bits of bfloat16. KEEP: 1 stores x as int8 around a centre, 2 as bits of bfloat16.
 
     PITCH is the distance of pixels in q and out. PACKS also writes the integers packed by 16 images (packing.py).
     """
