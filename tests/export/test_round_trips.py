@@ -62,17 +62,20 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 SLOW = pytest.mark.slow
+FEW_PRODUCTS = ("mobilenet_v2_x0_25",)
+"""Layers that sum 8 products: the rounding of the int32 bias is more than a Q/DQ file promises (docs/11-deploying.md)."""
 
 
 @pytest.mark.parametrize(
     ("name", "size", "epochs", "lr"),
     [
         ("resnet8", 8, 3, 0.1),
-        pytest.param("resnet20", 32, 2, 0.05, marks=SLOW),
-        pytest.param("mobilenet_v2_x0_25", 32, 4, 0.05, marks=SLOW),
+        pytest.param("resnet20", 32, 4, 0.1, marks=SLOW),
+        pytest.param("resnet18", 32, 2, 0.05, marks=SLOW),
         pytest.param("alexnet", 32, 4, 0.02, marks=SLOW),
         pytest.param("vgg16_bn", 32, 2, 0.02, marks=SLOW),
         pytest.param("inception_v3", 32, 2, 0.02, marks=SLOW),
+        pytest.param("mobilenet_v2_x0_25", 32, 4, 0.05, marks=SLOW),
     ],
 )
 def test_a_thousand_images_have_the_same_classes_everywhere(
@@ -90,15 +93,11 @@ def test_a_thousand_images_have_the_same_classes_everywhere(
     assert [row["classes"][0]["class"] for row in rows] == [model.byteback.classes[number] for number in own]
     scores = torch.tensor([row["classes"][0]["score"] for row in rows])
     assert float((scores - loaded.softmax(1).amax(1)).abs().max()) < 2e-6, "scores are saved with six digits"
-    for exact in (False, True):
+    for exact in (True,) if name in FEW_PRODUCTS else (False, True):
         data = exported(member, tmp_path, exact)
-        run = session(data, 1)
-        theirs = np.concatenate([run.run(None, {"input": images.numpy()})[0] for images in batches]).argmax(1)
-        assert (theirs == own).mean() >= TOP1
         found = check(model, data, batches, exact=exact, integers=1)
-        same = f"{(theirs == own).mean():.1%} the same class"
-        print(f"{name} exact={exact} {len(data)} bytes, {same}; {found.layers}; {found.behind_float}; {found.worst}")
-        assert found.images == IMAGES and not found.failures(), found.failures()
+        print(f"{name} {exact=} {len(data)} bytes: {found}")
+        assert found.images == IMAGES and found.same_top1 >= TOP1 and not found.failures(), found.failures()
         assert found.layers.equal >= (1.0 if exact else EQUAL) and found.behind_float.equal > 0.9999
 
 
