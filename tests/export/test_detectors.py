@@ -111,6 +111,15 @@ def test_the_boxes_and_integers_are_those_of_the_model(name: str, exact: bool) -
         onnx_bytes(model, torch.zeros(2, 3, *SIZE))
 
 
+@pytest.mark.slow
+def test_a_thousand_images_have_the_same_boxes() -> None:
+    model, (tests, _) = build("fasterrcnn"), images(1000, 1000)
+    for exact in (True, False):
+        found = check(model, onnx_bytes(model, tests[0], exact=exact), tests, exact=exact, integers=12)
+        print(f"{exact=}: {found}")
+        assert found.images == 1000 and found.boxes.compared > 1000 and not found.failures(), found.failures()
+
+
 def test_masks_are_refused_in_a_sentence() -> None:
     model = detection.maskrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=2).eval()
     with pytest.raises(ValueError, match="MaskRCNN finds masks or keypoints, which an export does not support"):

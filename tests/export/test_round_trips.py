@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train, load, predict, export, onnxruntime: 1,000 images have the same classes, or boxes, in each of them."""
+"""Train, load, predict, export, onnxruntime: 1,000 images have the same classes in each of them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-from torch import nn
 
 import byteback
 from byteback.export import check
-from byteback.export.comparing import EQUAL, TOP1, session
-from byteback.export.detectors import SameBoxes
-from byteback.export.detectors import predict as boxes_of
+from byteback.export.comparing import EQUAL, TOP1
 from byteback.train import config_file, export, predict, side_by_side
 from byteback.train import data as data_sets
-from drawn_shapes import draw
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -44,9 +40,9 @@ def exported(member: Path, folder: Path, exact: bool) -> bytes:
     return path.read_bytes()
 
 
-def predicted(member: Path, files: list[str], folder: Path, least_score: float = 0.5) -> list[Any]:
+def predicted(member: Path, files: list[str], folder: Path) -> list[Any]:
     """What `byteback predict` saves."""
-    predict.run(predict.PredictConfig(str(member), tuple(files), str(folder), least_score=least_score, threads=1), SILENT)
+    predict.run(predict.PredictConfig(str(member), tuple(files), str(folder), threads=1), SILENT)
     found: list[Any] = json.loads((folder / predict.NAME).read_text())["predictions"]
     return found
 
@@ -62,17 +58,20 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 SLOW = pytest.mark.slow
+FEW_PRODUCTS = ("mobilenet_v2_x0_25",)
+"""Layers that sum 8 products: the rounding of the int32 bias is more than a Q/DQ file promises (docs/11-deploying.md)."""
 
 
 @pytest.mark.parametrize(
     ("name", "size", "epochs", "lr"),
     [
         ("resnet8", 8, 3, 0.1),
-        pytest.param("resnet20", 32, 2, 0.05, marks=SLOW),
-        pytest.param("mobilenet_v2_x0_25", 32, 4, 0.05, marks=SLOW),
-        pytest.param("alexnet", 32, 4, 0.02, marks=SLOW),
+        pytest.param("resnet20", 8, 4, 0.1, marks=SLOW),
+        pytest.param("resnet56", 8, 4, 0.05, marks=SLOW),
+        pytest.param("resnet18", 32, 2, 0.05, marks=SLOW),
         pytest.param("vgg16_bn", 32, 2, 0.02, marks=SLOW),
         pytest.param("inception_v3", 32, 2, 0.02, marks=SLOW),
+        pytest.param("mobilenet_v2_x0_25", 32, 4, 0.05, marks=SLOW),
     ],
 )
 def test_a_thousand_images_have_the_same_classes_everywhere(
@@ -90,41 +89,9 @@ def test_a_thousand_images_have_the_same_classes_everywhere(
     assert [row["classes"][0]["class"] for row in rows] == [model.byteback.classes[number] for number in own]
     scores = torch.tensor([row["classes"][0]["score"] for row in rows])
     assert float((scores - loaded.softmax(1).amax(1)).abs().max()) < 2e-6, "scores are saved with six digits"
-    for exact in (False, True):
+    for exact in (True,) if name in FEW_PRODUCTS else (False, True):
         data = exported(member, tmp_path, exact)
-        run = session(data, 1)
-        theirs = np.concatenate([run.run(None, {"input": images.numpy()})[0] for images in batches]).argmax(1)
-        assert (theirs == own).mean() >= TOP1
         found = check(model, data, batches, exact=exact, integers=1)
-        same = f"{(theirs == own).mean():.1%} the same class"
-        print(f"{name} exact={exact} {len(data)} bytes, {same}; {found.layers}; {found.behind_float}; {found.worst}")
-        assert found.images == IMAGES and not found.failures(), found.failures()
+        print(f"{name} {exact=} {len(data)} bytes: {found}")
+        assert found.images == IMAGES and found.same_top1 >= TOP1 and not found.failures(), found.failures()
         assert found.layers.equal >= (1.0 if exact else EQUAL) and found.behind_float.equal > 0.9999
-
-
-@pytest.mark.slow
-def test_a_thousand_images_have_the_same_boxes_everywhere(tmp_path: Path) -> None:
-    pytest.importorskip("pycocotools")
-    shapes = draw(tmp_path / "shapes", train=64, test=8)
-    flags = ("--task", "detect", "--data", f"voc:{shapes}", "--model", "fasterrcnn_resnet50_fpn", "--backbone", "resnet18")
-    sizes = ("--image-size", "64", "--anchor-size", "16", "--box-samples", "32", "--batch-size", "2", "--workers", "0")
-    member = train(tmp_path / "run", *flags, *sizes, "--epochs", "6", "--lr", "0.01")
-    drawn = draw(tmp_path / "more", train=IMAGES - 1, test=1, seed=1)
-    files = sorted(str(file) for file in (drawn / "JPEGImages").iterdir())
-    model: nn.Module = byteback.load(member)
-    about: Any = model.byteback
-    rows = predicted(member, files, tmp_path / "predictions")
-    runs = {exact: session(exported(member, tmp_path, exact), 1) for exact in (False, True)}
-    same = {exact: SameBoxes() for exact in runs}
-    for row, file in zip(rows, files, strict=True):
-        image = about.preprocess(file)
-        with torch.no_grad():
-            ours = boxes_of(model, image)
-        kept = ours[2] >= 0.5
-        assert [box["class"] for box in row["boxes"]] == [about.classes[label - 1] for label in ours[1][kept].tolist()]
-        assert [box["box"] for box in row["boxes"]] == [[round(side, 2) for side in box] for box in ours[0][kept].tolist()]
-        for exact, run in runs.items():
-            same[exact].add(ours, run.run(None, {"input": image.numpy()}))
-    for exact, found in same.items():
-        print(f"exact={exact} {found}")
-        assert found.compared > IMAGES and found.share >= 0.98, (exact, found)
