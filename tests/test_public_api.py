@@ -25,6 +25,7 @@ PUBLIC = {
     *("TensorRule", "ClipRule", "MaxAbs", "DirectionSensitive", "MagnitudeAware", "Choice", "Memory"),
     *("LearningRateRule", "DeviationCounteractive"),
     *("Int8Conv1d", "Int8Conv2d", "Int8Conv3d", "Int8Linear", "QTensor"),
+    *("Int8ConvTranspose1d", "Int8ConvTranspose2d", "Int8ConvTranspose3d"),
     *("Summary", "LayerSummary", "Health", "RoleHealth", "MemoryReport", "LearningRateScaling", "NonFiniteError"),
 }
 

@@ -16,7 +16,15 @@ from byteback.inspect.memory import MemoryReport, memory, tune_malloc
 from byteback.inspect.summary import LayerSummary, Summary, summary
 from byteback.loading import load
 from byteback.lr_scaling import LearningRateScaling, scale_learning_rates
-from byteback.nn import Int8Conv1d, Int8Conv2d, Int8Conv3d, Int8Linear
+from byteback.nn import (
+    Int8Conv1d,
+    Int8Conv2d,
+    Int8Conv3d,
+    Int8ConvTranspose1d,
+    Int8ConvTranspose2d,
+    Int8ConvTranspose3d,
+    Int8Linear,
+)
 from byteback.ops.backends.paths import path
 from byteback.quantize import Choice, ClipRule, MaxAbs, Memory, NonFiniteError, QTensor, TensorRule
 from byteback.recipes import (
@@ -71,6 +79,9 @@ __all__ = [
     "Int8Conv1d",
     "Int8Conv2d",
     "Int8Conv3d",
+    "Int8ConvTranspose1d",
+    "Int8ConvTranspose2d",
+    "Int8ConvTranspose3d",
     "Int8Linear",
     "QTensor",
     # return values and errors of the functions

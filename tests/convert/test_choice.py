@@ -153,7 +153,6 @@ def test_keep_float_says_which_wildcard_kept_a_layer() -> None:
 @pytest.mark.parametrize(
     ("odd", "why"),
     [
-        pytest.param(lambda: nn.ConvTranspose2d(4, 4, 3), "transposed", id="transposed"),
         pytest.param(lambda: OwnConv(4, 4, 3), "OwnConv", id="subclass"),
         pytest.param(lambda: nn.Conv2d(4, 4, 3).double(), "float64", id="float64"),
         pytest.param(lambda: nn.Linear(4, 4), "Linear", id="linear"),

@@ -56,7 +56,7 @@ class Failure(NamedTuple):
     message: str
 
 
-_MODULES = ("products", "quantize", "statistics", "forward", "backward", "clips", "coefficients", "pools")
+_MODULES = ("products", "quantize", "statistics", "forward", "backward", "clips", "coefficients", "pools", "transposed")
 
 
 def kinds() -> dict[str, Kind]:

@@ -31,6 +31,9 @@ def _products(layer, x, w, g_for_input, g_for_weight):
     def product(x, w):
         if isinstance(layer, nn.Linear):
             return x @ w.t()
+        if layer.transposed:
+            conv = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[len(layer.kernel_size)]
+            return conv(x, w, None, layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
         conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(layer.kernel_size)]
         return conv(x, w, None, layer.stride, 0, layer.dilation, layer.groups)
 
@@ -50,7 +53,8 @@ def _oracle(layer, x, grad_output):
         grad_output = grad_output.reshape(-1, layer.out_features)
     else:
         mode = {"zeros": "constant"}.get(layer.padding_mode, layer.padding_mode)
-        padded = F.pad(leaf, layer._reversed_padding_repeated_twice, mode=mode)
+        border = [0, 0] * len(layer.kernel_size) if layer.transposed else layer._reversed_padding_repeated_twice
+        padded = F.pad(leaf, border, mode=mode)
         shape = None
     moment = Moment(numerics.iteration, 0, True)
     with torch.no_grad():
@@ -76,7 +80,7 @@ def _oracle(layer, x, grad_output):
         if name == "grad_input":  # back through the padding, whose backward adds float32 numbers
             double = leaf.detach().double().requires_grad_()
             if shape is None:
-                again = F.pad(double, layer._reversed_padding_repeated_twice, mode=mode)
+                again = F.pad(double, border, mode=mode)
                 back = [torch.autograd.grad(again, double, part, retain_graph=True)[0] for part in (value, size)]
             else:
                 back = [part.reshape(shape) for part in (value, size)]

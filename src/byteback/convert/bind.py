@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from byteback.convert.graph import Block, Plan
+from byteback.convert.graph.tracing import TRANSPOSED
 from byteback.nn import Int8Layer
 from byteback.nn.layers.block_stages import bind_stage
 from byteback.nn.layers.conv import FUSED_CLASSES
@@ -46,6 +47,9 @@ def bind_blocks(model: nn.Module, plan: Plan, recipe: Recipe) -> None:
         setattr(conv, BLOCK_TEXT, describe(block))
     for name, reason in plan.reasons.items():
         setattr(modules[name], BLOCK_REASON, reason)
+    for module in modules.values():
+        if isinstance(module, Int8Layer) and isinstance(module, TRANSPOSED):
+            setattr(module, BLOCK_REASON, "a transposed convolution, which starts no block")
 
 
 def describe(block: Block) -> str:

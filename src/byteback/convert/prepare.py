@@ -17,7 +17,7 @@ from torch import nn
 
 from byteback.convert.bind import bind_blocks
 from byteback.convert.graph import find_blocks
-from byteback.convert.graph.tracing import CONVOLUTIONS, copy_of, graph_of
+from byteback.convert.graph.tracing import CONVOLUTIONS, TRANSPOSED, copy_of, graph_of
 from byteback.convert.layers import FLOAT_REASON, int8_layers
 from byteback.nn import Int8Layer
 from byteback.nn.layers.calls import SHARED, Shared, begin_forward, end_forward
@@ -26,8 +26,6 @@ from byteback.nn.layers.layer import weight_number
 from byteback.nn.layers.subclass import INT8_CLASSES, clash, int8_class_of, overrides_forward, torch_class
 from byteback.nn.undo import Watch
 from byteback.recipes import Recipe, resolve
-
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def prepare(
@@ -109,20 +107,20 @@ def _check_fresh(model: nn.Module) -> None:
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     """Returns all convolutions and Linear layers by name, also those that cannot be converted."""
-    kinds = (*CONVOLUTIONS, *_TRANSPOSED, nn.Linear)
+    kinds = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def _why_float(module: nn.Module, recipe: Recipe) -> str | None:
     """Returns why a layer cannot be converted; None if it can."""
-    if isinstance(module, _TRANSPOSED):
-        return "transposed convolutions have no int8 kernel yet"
+    if isinstance(module, TRANSPOSED) and recipe.weight.per != "tensor":
+        return "transposed, and the recipe has one scale per channel of a weight"
     if isinstance(module, nn.Linear) and not recipe.linear:
         return "Linear, as in the first paper (Recipe.linear converts it)"
     base = torch_class(type(module))
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, so it would not run in int8"
-    if overrides_forward(type(module)) and (base is nn.Linear or convolutions_of(copy_of(module)) == "none"):
+    if overrides_forward(type(module)) and (base not in CONVOLUTIONS or convolutions_of(copy_of(module)) == "none"):
         return f"a subclass of {base.__name__} ({type(module).__name__}) that overrides forward"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "the module that owns it uses its weight without calling it"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from byteback import ops
 from byteback.convert.graph.norm_act import after_norm
+from byteback.convert.graph.tracing import TRANSPOSED
 from byteback.convert.restore import restore
 from byteback.export import detectors
 from byteback.export.served import KINDS, Constants, Folded, Served
@@ -72,6 +73,11 @@ def twin_of(model: nn.Module, exact: bool) -> Twin:
 def _must_be_fixed(layer: Any) -> None:
     """Raises an error for a recipe whose predictions depend on their batch, and for a layer with its own forward."""
     recipe = layer.recipe
+    if isinstance(layer, Int8Layer) and isinstance(layer, TRANSPOSED) and layer.runs_int8("output"):
+        raise ValueError(
+            f"export_onnx: {layer.int8_name}: transposed convolutions in int8 are not exported yet. Keep them in float: "
+            "prepare(..., keep_float=[...])."
+        )
     if isinstance(layer, OwnForward):
         raise ValueError(
             f"export_onnx: {layer.int8_name}: a {layer.float_class.__name__} overrides forward, which an export does not "

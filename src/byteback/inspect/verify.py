@@ -88,6 +88,11 @@ FIXED = [
     _clip(2, 20, 33, (5, 8, 7), 2, padding=0),
     _clip(2, 16, 16, (2, 8, 8), 1, padding=2),  # frames of nothing but padding
     Geometry(2, (8, 12), 1, (40,), (5,), (2,), (2,), (1,)),
+    # Of transposed convolutions, whose output is the grad_input here.
+    Geometry(2, (32, 64), 1, (28, 28), (2, 2), (2, 2), (0, 0), (1, 1)),
+    Geometry(2, (20, 40), 1, (16, 18), (4, 4), (2, 2), (1, 1), (1, 1)),
+    Geometry(2, (24, 36), 1, (14, 13), (3, 3), (2, 2), (1, 1), (1, 1)),  # with a pixel that the stride leaves over
+    Geometry(2, (33, 17), 1, (11, 12), (3, 3), (3, 3), (1, 1), (2, 2)),
 ]
 
 

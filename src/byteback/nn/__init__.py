@@ -15,5 +15,16 @@ from byteback.nn.fused import pooling  # noqa: F401  (registers pools and concat
 from byteback.nn.layers.conv import FusedConvolution, Int8Conv1d, Int8Conv2d, Int8Conv3d
 from byteback.nn.layers.layer import Int8Layer
 from byteback.nn.layers.linear import Int8Linear
+from byteback.nn.layers.transposed import Int8ConvTranspose1d, Int8ConvTranspose2d, Int8ConvTranspose3d
 
-__all__ = ["FusedConvolution", "Int8Conv1d", "Int8Conv2d", "Int8Conv3d", "Int8Layer", "Int8Linear"]
+__all__ = [
+    "FusedConvolution",
+    "Int8Conv1d",
+    "Int8Conv2d",
+    "Int8Conv3d",
+    "Int8ConvTranspose1d",
+    "Int8ConvTranspose2d",
+    "Int8ConvTranspose3d",
+    "Int8Layer",
+    "Int8Linear",
+]

@@ -83,6 +83,37 @@ class ConvProducts(NamedTuple):
         )[which]
 
 
+class TransposedProducts(NamedTuple):
+    """The three products of a transposed convolution: those of a convolution from its output to its input.
+
+    Its output is the grad_input of that convolution, its grad_input is the output, and in grad_weight the roles are exchanged.
+    """
+
+    convolution: ConvProducts
+    size: tuple[int, ...]  # of the output's pixels
+
+    def _output_size(self, x: Tensor, w: Tensor) -> list[int]:
+        return [x.shape[0], w.shape[1] * self.convolution.groups, *self.size]
+
+    def output(self, x: QTensor, w: QTensor) -> Tensor:
+        return self.convolution.grad_input(x, w, self._output_size(x.values, w.values))
+
+    def grad_input(self, g: QTensor, w: QTensor, input_size: list[int]) -> Tensor:
+        return self.convolution.output(g, w)
+
+    def grad_weight(self, g: QTensor, x: QTensor, weight_size: list[int]) -> Tensor:
+        return self.convolution.grad_weight(x, g, weight_size)
+
+    def float_output(self, x: Tensor, w: Tensor) -> Tensor:
+        return self.convolution.float_grad_input(x, w, self._output_size(x, w))
+
+    def float_grad_input(self, g: Tensor, w: Tensor, input_size: list[int]) -> Tensor:
+        return self.convolution.float_output(g, w)
+
+    def float_grad_weight(self, g: Tensor, x: Tensor, weight_size: list[int]) -> Tensor:
+        return self.convolution.float_grad_weight(x, g, weight_size)
+
+
 class LinearProducts(NamedTuple):
     """The three products of a linear layer: (M, C) input, (K, C) weight, (M, K) output."""
 
@@ -105,7 +136,7 @@ class LinearProducts(NamedTuple):
         return g.t() @ x
 
 
-Products = ConvProducts | LinearProducts
+Products = ConvProducts | TransposedProducts | LinearProducts
 
 
 # ---- the autograd function ---------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_nothing_that_a_prepared_layer_has_is_left_out(base: type[nn.Module]) ->
     """Prepared, bound to a block and run, compared with a plain layer."""
     sizes: tuple[int, ...] = (8, 8) if base is nn.Linear else (8, 8, 3)
     recipe = byteback.PlainInt8(linear=True)
-    x = torch.randn(2, 8) if base is nn.Linear else torch.randn(2, 8, *(9,) * int(base.__name__[4]))
+    x = torch.randn(2, 8) if base is nn.Linear else torch.randn(2, 8, *(9,) * int(base.__name__[-2]))
     plain = base(*sizes)
     model = byteback.prepare(nn.Sequential(base(*sizes), base(*sizes), nn.ReLU()), recipe)
     model(x).sum().backward()

@@ -188,15 +188,15 @@ class _Matcher:
         nodes = self.nodes
         joins = [taker for taker in takers if nodes.is_join(taker)]
         beyond = [reader for join in joins for reader in nodes.takers(join)]
-        known = (nodes.is_conv, nodes.is_pool, nodes.is_join, owners.__contains__)
+        known = (nodes.reads_int8, nodes.is_pool, nodes.is_join, owners.__contains__)
         return {
-            "feeds_conv": any(nodes.is_conv(taker) or nodes.is_unknown(taker) for taker in takers),
+            "feeds_conv": any(nodes.reads_int8(taker) or nodes.is_unknown(taker) for taker in takers),
             "feeds_dense": any(nodes.is_conv(taker) and not nodes.is_depthwise(taker) for taker in takers),
             "feeds_other": any(not any(is_one(taker) for is_one in known) for taker in takers),
             "feeds_pool": any(nodes.is_pool(taker) for taker in takers),
             "feeds_join": bool(joins),
-            "join_feeds_conv": any(nodes.is_conv(reader) or nodes.is_unknown(reader) for reader in beyond),
-            "join_feeds_other": any(not (nodes.is_conv(reader) or nodes.is_join(reader)) for reader in beyond),
+            "join_feeds_conv": any(nodes.reads_int8(reader) or nodes.is_unknown(reader) for reader in beyond),
+            "join_feeds_other": any(not (nodes.reads_int8(reader) or nodes.is_join(reader)) for reader in beyond),
             "feeds_add": any(taker in owners for taker in takers),
         }
 

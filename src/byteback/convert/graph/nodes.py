@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from byteback.convert.graph.norm_act import norm_graph
-from byteback.convert.graph.tracing import CONVOLUTIONS, Structure, Trace, copy_of, watched_after, watched_before
+from byteback.convert.graph.tracing import CONVOLUTIONS, TRANSPOSED, Structure, Trace, copy_of, watched_after, watched_before
 from byteback.nn import FusedConvolution, Int8Layer
 from byteback.nn.fused.activations import BY_MODULE, BY_TARGET, misfit_of_call, misfit_of_module
 from byteback.nn.layers.block_module import BlockModule
@@ -72,6 +72,9 @@ class Nodes:
         """Whether a convolution does not sum over channels."""
         conv: Any = self.modules.get(node)
         return 1 < conv.groups == conv.in_channels == conv.out_channels
+
+    def reads_int8(self, node: fx.Node) -> bool:
+        return isinstance(self.modules.get(node), (*CONVOLUTIONS, *TRANSPOSED))
 
     def is_identity(self, node: fx.Node) -> bool:
         return type(self.modules.get(node)) is nn.Identity and len(node.args) == 1
@@ -208,7 +211,7 @@ class Nodes:
         if node.op == "output":
             return bool(self.structure.name)
         inside = self.modules[node].modules() if node in self.modules else ()
-        return any(isinstance(module, CONVOLUTIONS) for module in inside)
+        return any(isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) for module in inside)
 
     def label(self, node: fx.Node) -> str:
         if node.op == "output":

@@ -30,7 +30,8 @@ from byteback.nn.fused.activations import BY_MODULE
 from byteback.nn.layers.frozen_norm import has_frozen_name
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_LEAVES = (*CONVOLUTIONS, nn.modules.batchnorm._BatchNorm, *BY_MODULE, nn.Identity)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LEAVES = (*CONVOLUTIONS, *TRANSPOSED, nn.modules.batchnorm._BatchNorm, *BY_MODULE, nn.Identity)
 _PLAIN = (type(None), bool, int, float, str)
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 

@@ -18,11 +18,15 @@ from byteback.nn.layers.computed import OwnForward, parametrized_class
 from byteback.nn.layers.conv import Int8Conv1d, Int8Conv2d, Int8Conv3d
 from byteback.nn.layers.layer import OWN_ATTRIBUTES, Int8Layer
 from byteback.nn.layers.linear import Int8Linear
+from byteback.nn.layers.transposed import Int8ConvTranspose1d, Int8ConvTranspose2d, Int8ConvTranspose3d
 
 INT8_CLASSES: dict[type[nn.Module], type[Int8Layer]] = {
     nn.Conv1d: Int8Conv1d,
     nn.Conv2d: Int8Conv2d,
     nn.Conv3d: Int8Conv3d,
+    nn.ConvTranspose1d: Int8ConvTranspose1d,
+    nn.ConvTranspose2d: Int8ConvTranspose2d,
+    nn.ConvTranspose3d: Int8ConvTranspose3d,
     nn.Linear: Int8Linear,
 }
 

@@ -24,7 +24,7 @@ RECORDED: Any = fx.Proxy
 _IN_FLOAT = "byteback.enabled(model, False) runs the model in float, which supports this"
 
 
-def record(module: Any, input: Any) -> Any:
+def record(module: Any, input: Any, **options: Any) -> Any:
     """Records a call of `module` in the graph of torch.fx."""
     path = input.tracer.path_of_module(module)
     if not path:
@@ -32,7 +32,7 @@ def record(module: Any, input: Any) -> Any:
             f"{module.int8_name}: torch.fx cannot trace into an int8 layer, only record a call of it. Trace a model that "
             "contains the layer, such as nn.Sequential(layer)."
         )
-    return input.tracer.create_proxy("call_module", path, (input,), {})
+    return input.tracer.create_proxy("call_module", path, (input,), options)
 
 
 def refuse_transforms(name: str, *tensors: Tensor) -> None:
