@@ -185,9 +185,9 @@ def _grad_weight_packed(backend: Backend, g: Tensor, g_scale: Tensor, x: Tensor,
     call = _called(backend, "grad_weight", _grad_weight_checked, (plain[0], g_scale, plain[1], x_scale, *rest))
     own = getattr(backend, "grad_weight_packed", None)
     if own is not None:
-        return own(call, g, g_scale, x, x_scale)  # type: ignore[no-any-return]
+        return own(call, g, g_scale, x, x_scale)
     a, b = (packing.unpacked(one, images) if packing.is_packed(one, rank) else one for one in (g, x))
-    return backend.product(call, a, g_scale, b, x_scale)  # type: ignore[no-any-return]
+    return backend.product(call, a, g_scale, b, x_scale)
 
 
 def _grad_weight_fake(g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, weight_size: list[int], *geometry: Any) -> Tensor:

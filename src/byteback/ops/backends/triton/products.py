@@ -45,8 +45,7 @@ def product_as(dtype: torch.dtype, call: ProductCall, a: Tensor, a_scale: Tensor
         return stored_as(reference.product(call, a, a_scale, b, b_scale), dtype)
     writes = dtype is torch.float32 or (own and call.kind == "output" and not plan.depthwise)
     result = torch.empty_strided(call.size, call.strides, dtype=dtype if writes else torch.float32, device=a.device)
-    factor = combine_scales(call.kind, a_scale, b_scale, call.groups, call.channels).contiguous()
-    scaled = factor, *(factor.stride(axis) if factor.shape[axis] > 1 else 0 for axis in (0, 1))
+    scaled = _scaled(call, a_scale, b_scale)
     (_RUN if own else _GATHERED)[call.kind](plan, a, b, result, scaled)
     return result if writes else stored_as(result, dtype)
 
@@ -62,11 +61,17 @@ def grad_weight_packed(call: ProductCall, g: Tensor, g_scale: Tensor, x: Tensor,
     if plan.depthwise or not tiles.multiplies_int8(g.device) or not (fits(g, x, result) and readable):
         a, b = (packing.unpacked(one, images) if is_whole else one for one, is_whole in zip((g, x), whole, strict=True))
         return product(call, a, g_scale, b, x_scale)
-    factor = combine_scales(call.kind, g_scale, x_scale, call.groups, call.channels).contiguous()
-    scaled = factor, *(factor.stride(axis) if factor.shape[axis] > 1 else 0 for axis in (0, 1))
+    scaled = _scaled(call, g_scale, x_scale)
     gp, xp = (one if is_whole else pack(one) for one, is_whole in zip((g, x), whole, strict=True))
     _dense_grad_weight(plan, gp, xp, result, scaled)
     return result
+
+
+def _scaled(call: ProductCall, a_scale: Tensor, b_scale: Tensor) -> Scaled:
+    """Returns the combined scales and their distances along the first two axes of the result."""
+    factor = combine_scales(call.kind, a_scale, b_scale, call.groups, call.channels).contiguous()
+    f0, f1 = (factor.stride(axis) if factor.shape[axis] > 1 else 0 for axis in (0, 1))
+    return factor, f0, f1
 
 
 def _output(plan: Plan, x: Tensor, w: Tensor, y: Tensor, scaled: Scaled) -> None:
