@@ -65,7 +65,7 @@ class UNet(nn.Module):
 
 
 def discriminator(_: Any) -> nn.Module:
-    """Of a GAN: strided convolutions, spectral norm on the first and the last, whose weights are computed and stay float."""
+    """Of a GAN: strided convolutions, spectral norm on the first and the last, whose weights are computed."""
     norm = nn.utils.parametrizations.spectral_norm
     layers: list[nn.Module] = [norm(nn.Conv2d(3, 16, 4, 2, 1)), nn.LeakyReLU(0.2)]
     for c, k in ((16, 32), (32, 64)):

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import byteback
 from byteback import Summary, models
@@ -104,3 +107,64 @@ def test_summary_is_an_html_table_in_a_notebook() -> None:
     assert header == ["layer", "kind", "shape", "block", "note", "output", "grad_input", "grad_weight"]
     assert [row[0] for row in rows] == ["<b>", "c"], "names are escaped"
     assert rows[0][4].startswith("kept float by '<b>'") and rows[1][5:] == ["int8", "int8", "int8"]
+
+
+class Parts(nn.Module):
+    """Every kind of layer, one of them called twice, and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 32, 3, padding=1)
+        self.twice, self.norm = nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
+        self.grouped, self.up = nn.Conv2d(32, 64, 1, groups=2), nn.ConvTranspose2d(64, 32, 2, 2)
+        self.fc, self.unused = nn.Linear(32, 5), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.twice(self.first(x))).relu()
+        out: Tensor = self.fc(self.up(self.grouped(self.norm(self.twice(x)).relu())).mean((2, 3)))
+        return out
+
+
+def test_summary_counts_the_multiplications_of_the_last_input() -> None:
+    model = byteback.prepare(Parts(), "plain-int8")
+    before = byteback.summary(model)
+    assert before[0].multiplications is None and math.isnan(before.int8_share()) and "multiplications" not in str(before)
+    model(torch.randn(5, 3, 4, 4))
+    model.eval()(torch.randn(2, 3, 8, 8))
+    found = byteback.summary(model)
+    counts = {row.name: row.multiplications for row in found}
+    pixels = 2 * 8 * 8
+    assert counts == {
+        "first": pixels * 32 * 27,
+        "twice": 2 * pixels * 32 * 32 * 9,
+        "grouped": pixels * 64 * 16,
+        "up": pixels * 64 * 32 * 4,
+        "fc": 2 * 32 * 5,
+        "unused": 0,
+    }
+    whole = sum(counts.values())
+    assert found.int8_share() == pytest.approx((counts["twice"] + counts["grouped"] + counts["up"]) / whole)
+    assert found.int8_share(fused=True) == pytest.approx(counts["twice"] / whole)
+    assert found.int8_share(fused=True) + found.int8_share(fused=False) == pytest.approx(found.int8_share())
+    assert [row.name for row in found.most_to_gain()] == ["first", "fc", "up"]
+    share = f"{found.int8_share():.0%} of the multiplications of the last input in int8, {found.int8_share(True):.0%} in blocks"
+    assert f"{share}; most to gain: first ({counts['first'] / whole:.1%}), fc" in " ".join(str(found).split())
+    assert model.norm.num_batches_tracked == 2, "counting must not run the model itself"
+    with byteback.enabled(model, False):
+        assert byteback.summary(model).int8_share() == 0.0
+
+
+def test_summary_counts_nothing_for_inputs_that_are_not_tensors() -> None:
+    class OfDict(nn.Sequential):
+        def forward(self, x: dict[str, Tensor]) -> Tensor:
+            return super().forward(x["x"])  # type: ignore[no-any-return]
+
+    class Looks(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if float(x.sum()) > 0 else -x)  # type: ignore[no-any-return]
+
+    layers = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+    for model, x in ((OfDict(*layers), {"x": torch.ones(1, 3, 8, 8)}), (Looks(*layers), torch.ones(1, 3, 8, 8))):
+        byteback.prepare(model, "plain-int8")(x)
+        assert byteback.summary(model)[0].multiplications is None
+        byteback.restore(model)

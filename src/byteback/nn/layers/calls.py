@@ -37,6 +37,7 @@ class Shared:
         self.warned = False
         self.counting = False  # as in Calls, but while torch.compile traces, which does not support thread-local data
         self.calls = Calls()
+        self.last_input: list[tuple[torch.Size, torch.dtype]] | None = None  # of the model, if it was tensors only
         self.undo: Undo | None = None  # of the last forward of these layers in training mode
 
     def __getstate__(self) -> dict[str, Any]:
@@ -56,9 +57,15 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def begin_forward(model: nn.Module, _: Any) -> None:
-    """Forward pre-hook of a prepared model. Starts to count calls."""
+def begin_forward(model: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a prepared model. Starts to count calls, and notes the shape of the input for `summary`."""
     _set_counting(model, True)
+    if torch.compiler.is_compiling():
+        return
+    shared: Shared | None = model.__dict__.get(SHARED)
+    if shared is not None:
+        known = bool(args) and all(isinstance(one, torch.Tensor) for one in args)
+        shared.last_input = [(one.shape, one.dtype) for one in args] if known else None
 
 
 def end_forward(model: nn.Module, _: Any, output: Any) -> None:
