@@ -23,6 +23,7 @@ from byteback.train.checkpoints import checkpoint
 from byteback.train.checkpoints.files import read_lines
 
 EPOCHS, MOMENTS = 16, 20
+PATIENCE = 1500.0  # seconds for the rest of a run, on a machine with other work
 ARGS = ("--image-size", "16", "--model", "resnet8", "--recipe", "unified-int8", "--epochs", str(EPOCHS), "--batch-size", "4")
 ARGS += ("--threads", "1", "--no-tensorboard", "--histogram-every", "0", "--log-every", "1", "--checkpoint-seconds", "0.2")
 
@@ -54,19 +55,19 @@ def begin(folder: Path, output: str, workers: str) -> int:
 
 def wait(pid: int) -> int:
     """Returns the exit code of an attempt; minus the signal that ended it."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
+        time.sleep(0.01)
     os.killpg(pid, signal.SIGKILL)
     raise AssertionError("it does not end")
 
 
 def alone(pid: int) -> bool:
     """Whether no process of the group is left, some moments after its first one has ended."""
-    for _ in range(300):
+    for _ in range(3000):
         try:
             os.killpg(pid, 0)
         except ProcessLookupError:
@@ -80,6 +81,11 @@ class Run:
 
     def __init__(self, folder: Path, output: str) -> None:
         self.member, self.log = folder / output / "unified-int8" / "seed0", folder / f"{output}.log"
+
+    def lines(self) -> int:
+        """How many lines of the journal there are. Parsing them again and again would slow down the run that is watched."""
+        metrics = self.member / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
     def steps(self) -> list[int]:
         return [record["step"] for record in read_lines(self.member / "metrics.jsonl") if record["kind"] == "step"]
@@ -96,13 +102,13 @@ class Run:
 def attempt(folder: Path, output: str, workers: str, number: int, whole_group: bool, draw: random.Random) -> dict[str, Any]:
     """Sends one signal at a random moment: some time after the start, or some time after some steps."""
     run = Run(folder, output)
-    before, logged = run.saved(), len(run.steps())
+    before, logged = run.saved(), run.lines()
     pid = begin(folder, output, workers)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     if draw.random() < 0.8:
         ahead = draw.randrange(1, 9)
-        while len(run.steps()) < logged + ahead and os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
-            time.sleep(0.002)
+        while run.lines() < logged + ahead and os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.005)
     time.sleep(draw.random() * 0.4)
     found: dict[str, Any] = {"met": True, "code": None}
     try:

@@ -86,11 +86,8 @@ def _of_file(path: Path) -> Any:
         raise ValueError(
             f"train: --weights {path}: no such file. Give a file, torchvision:NAME, or timm for a network of timm."
         ) from error
-    except ImportError:
-        raise
-    except Exception as error:  # zipfile, pickle, torch and safetensors raise different errors for a damaged file
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ValueError(f"train: --weights {path}: the file cannot be read as weights: {reason[:200]}.") from error
+    except ValueError as error:  # it begins with the path
+        raise ValueError(f"train: --weights {error}") from error
 
 
 def _clean(spec: str, contents: Any) -> State:
