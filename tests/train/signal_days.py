@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What test_signals.py starts: one run of the trainer that gets a signal at twenty random moments, and goes on after each.
 
-This process has imported the trainer, and each attempt is a fork of it: an attempt takes a second and not ten.
+This process has trained once, so that everything is imported, and each attempt is a fork of it: an attempt takes a second
+and not ten.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -15,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import sklearn.datasets  # noqa: F401 - the trainer imports it when it loads digits
 import torch
 
 from byteback import cli
@@ -26,6 +28,24 @@ EPOCHS, MOMENTS = 16, 20
 PATIENCE = 1500.0  # seconds for the rest of a run, on a machine with other work
 ARGS = ("--image-size", "16", "--model", "resnet8", "--recipe", "unified-int8", "--epochs", str(EPOCHS), "--batch-size", "4")
 ARGS += ("--threads", "1", "--no-tensorboard", "--histogram-every", "0", "--log-every", "1", "--checkpoint-seconds", "0.2")
+
+
+def command(output: str, workers: str, *more: str) -> list[str]:
+    run = ("--workers", workers, "--output-dir", output, "--resume", "auto")
+    return ["byteback", "train", "--data", "folder:pictures", *ARGS, *run, *more]
+
+
+def warm_up(folder: Path) -> None:
+    """Trains an epoch in this process."""
+    before = os.getcwd()
+    os.chdir(folder)
+    sys.argv = command(f"warm{os.getpid()}", "0", "--epochs", "1")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.main()
+    os.chdir(before)
+    assert "The run is in" in out.getvalue()
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would miss the other threads"
 
 
 def begin(folder: Path, output: str, workers: str) -> int:
@@ -41,8 +61,7 @@ def begin(folder: Path, output: str, workers: str) -> int:
         log = os.open(f"{output}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        sys.argv = ["byteback", "train", "--data", "folder:pictures", *ARGS, "--workers", workers, "--output-dir", output]
-        sys.argv += ["--resume", "auto"]
+        sys.argv = command(output, workers)
         cli.main()
     except SystemExit as ended:
         code = ended.code
@@ -124,6 +143,7 @@ def attempt(folder: Path, output: str, workers: str, number: int, whole_group: b
 
 def main(name: str, target: str, workers: str, folder: Path) -> None:
     torch.set_num_threads(1)
+    warm_up(folder)
     number, draw = getattr(signal, name), random.Random(f"{name} {target} {workers}")
     found: dict[str, Any] = {"attempts": [], "ends": [], "steps": []}
     runs = 0
