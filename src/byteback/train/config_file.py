@@ -71,8 +71,8 @@ def _go_on_or_start(args: Sequence[str], default: TrainConfig) -> TrainConfig:
 def _of_run(path: Path) -> TrainConfig:
     """Reads the config that a run has written: every value is there."""
     stored = read(path)
-    if stored.threads is None:
-        raise ValueError(f"{path}: this file is empty or not that of a run: it has no number of threads. Restore it.")
+    if stored.model is None:
+        raise ValueError(f"{path}: this file is empty or not that of a run: it names no model. Restore it.")
     return stored
 
 
