@@ -122,6 +122,7 @@ def attempt(folder: Path, output: str, workers: str, number: int, whole_group: b
     """Sends one signal at a random moment: some time after the start, or some time after some steps."""
     run = Run(folder, output)
     before, logged = run.saved(), run.lines()
+    run.log.write_text("")  # a signal may come before the new process does that
     pid = begin(folder, output, workers)
     deadline = time.monotonic() + PATIENCE
     if draw.random() < 0.8:
