@@ -56,7 +56,7 @@ def _checksum(data: str, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(data.encode())
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
