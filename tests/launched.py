@@ -51,7 +51,7 @@ def free_port() -> int:
 def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """Exit codes and errors."""
     try:
-        outputs = [process.communicate(timeout=300) for process in processes]
+        outputs = [process.communicate(timeout=900) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -77,7 +77,7 @@ def sha(run: Path) -> str:
 def wait_for(process: subprocess.Popen[str], run: Path, records: int) -> None:
     """Waits until the journal of a run has so many records."""
     metrics = member(run) / "metrics.jsonl"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.exists() and metrics.read_bytes().count(b"\n") >= records:
             return

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What test_signals.py starts: one run of the trainer that gets a signal at twenty random moments, and goes on after each.
 
-This process has imported the trainer, and each attempt is a fork of it: an attempt takes a second and not ten.
+This process has trained once, so that everything is imported, and each attempt is a fork of it: an attempt takes a second
+and not ten.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -15,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import sklearn.datasets  # noqa: F401 - the trainer imports it when it loads digits
 import torch
 
 from byteback import cli
@@ -23,8 +25,27 @@ from byteback.train.checkpoints import checkpoint
 from byteback.train.checkpoints.files import read_lines
 
 EPOCHS, MOMENTS = 16, 20
+PATIENCE = 1500.0  # seconds for the rest of a run, on a machine with other work
 ARGS = ("--image-size", "16", "--model", "resnet8", "--recipe", "unified-int8", "--epochs", str(EPOCHS), "--batch-size", "4")
 ARGS += ("--threads", "1", "--no-tensorboard", "--histogram-every", "0", "--log-every", "1", "--checkpoint-seconds", "0.2")
+
+
+def command(output: str, workers: str, *more: str) -> list[str]:
+    run = ("--workers", workers, "--output-dir", output, "--resume", "auto")
+    return ["byteback", "train", "--data", "folder:pictures", *ARGS, *run, *more]
+
+
+def warm_up(folder: Path) -> None:
+    """Trains an epoch in this process."""
+    before = os.getcwd()
+    os.chdir(folder)
+    sys.argv = command(f"warm{os.getpid()}", "0", "--epochs", "1")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.main()
+    os.chdir(before)
+    assert "The run is in" in out.getvalue()
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would miss the other threads"
 
 
 def begin(folder: Path, output: str, workers: str) -> int:
@@ -40,8 +61,7 @@ def begin(folder: Path, output: str, workers: str) -> int:
         log = os.open(f"{output}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        sys.argv = ["byteback", "train", "--data", "folder:pictures", *ARGS, "--workers", workers, "--output-dir", output]
-        sys.argv += ["--resume", "auto"]
+        sys.argv = command(output, workers)
         cli.main()
     except SystemExit as ended:
         code = ended.code
@@ -54,19 +74,19 @@ def begin(folder: Path, output: str, workers: str) -> int:
 
 def wait(pid: int) -> int:
     """Returns the exit code of an attempt; minus the signal that ended it."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
+        time.sleep(0.01)
     os.killpg(pid, signal.SIGKILL)
     raise AssertionError("it does not end")
 
 
 def alone(pid: int) -> bool:
     """Whether no process of the group is left, some moments after its first one has ended."""
-    for _ in range(300):
+    for _ in range(3000):
         try:
             os.killpg(pid, 0)
         except ProcessLookupError:
@@ -80,6 +100,11 @@ class Run:
 
     def __init__(self, folder: Path, output: str) -> None:
         self.member, self.log = folder / output / "unified-int8" / "seed0", folder / f"{output}.log"
+
+    def lines(self) -> int:
+        """How many lines of the journal there are. Parsing them again and again would slow down the run that is watched."""
+        metrics = self.member / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
     def steps(self) -> list[int]:
         return [record["step"] for record in read_lines(self.member / "metrics.jsonl") if record["kind"] == "step"]
@@ -96,13 +121,14 @@ class Run:
 def attempt(folder: Path, output: str, workers: str, number: int, whole_group: bool, draw: random.Random) -> dict[str, Any]:
     """Sends one signal at a random moment: some time after the start, or some time after some steps."""
     run = Run(folder, output)
-    before, logged = run.saved(), len(run.steps())
+    before, logged = run.saved(), run.lines()
+    run.log.write_text("")  # a signal may come before the new process does that
     pid = begin(folder, output, workers)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     if draw.random() < 0.8:
         ahead = draw.randrange(1, 9)
-        while len(run.steps()) < logged + ahead and os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
-            time.sleep(0.002)
+        while run.lines() < logged + ahead and os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.005)
     time.sleep(draw.random() * 0.4)
     found: dict[str, Any] = {"met": True, "code": None}
     try:
@@ -118,6 +144,7 @@ def attempt(folder: Path, output: str, workers: str, number: int, whole_group: b
 
 def main(name: str, target: str, workers: str, folder: Path) -> None:
     torch.set_num_threads(1)
+    warm_up(folder)
     number, draw = getattr(signal, name), random.Random(f"{name} {target} {workers}")
     found: dict[str, Any] = {"attempts": [], "ends": [], "steps": []}
     runs = 0

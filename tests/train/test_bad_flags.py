@@ -20,10 +20,12 @@ from small_runs import SMALL, picture_folder, train
 
 def test_every_recipe_has_a_folder_of_its_own_within_the_run() -> None:
     names = ["a/b", "a_b", "..", ".", "a+b", "a:b=1", "a:b=1,c=2", "a:b=1+c=2", "a%2Fb", "a\\b", "...", "a,b"]
+    names += ["config.toml", "summary.json", "report.html"]  # files of a run
     folders = [Variant(name, None).folder for name in names]
     assert len(set(folders)) == len(names)
     for folder in folders:
         assert (Path("run") / folder).resolve().parent == Path("run").resolve() and not folder.startswith(".")
+        assert folder not in ("config.toml", "summary.json", "report.html")
     for name in ("", "x" * 300):
         with pytest.raises(ValueError, match=r"Choose a name of 1 to"):
             parse(name, {name: {"base": "plain-int8"}})
@@ -38,6 +40,9 @@ def test_every_recipe_has_a_folder_of_its_own_within_the_run() -> None:
         ({"warmup_epochs": 3.0, "epochs": 2}, "--warmup-epochs is 3, but the training has 2"),
         ({"output_dir": ""}, "--output-dir is empty"),
         ({"resume": ""}, "--resume is empty"),
+        ({"data": ""}, "--data is empty"),
+        ({"weights": ""}, "--weights is empty"),
+        ({"task": "detect", "data": "voc:x", "backbone_checkpoint": ""}, "--backbone-checkpoint is empty"),
     ],
 )
 def test_values_that_cannot_train_are_refused(change: dict[str, object], says: str) -> None:

@@ -121,6 +121,22 @@ def test_a_mistake_shows_before_anything_is_trained_or_written(args: tuple[str, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("flag", "says"), [("--weights", "no such file"), ("--freeze", "unknown layer for --freeze")])
+def test_a_mistake_shows_early_in_float32_alone_too(flag: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        train(*SMALL, flag, "nothing", "--recipe", "float32", "--output-dir", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_that_a_run_did_not_write_is_refused_and_kept(run: Path) -> None:
+    for text in ("", "epochs = 2\n"):
+        (run / "config.toml").write_text(text)
+        for args in (("--resume", str(run)), ("--resume", "auto", "--output-dir", str(run))):
+            with pytest.raises(ValueError, match=r"config\.toml: this file is empty or not that of a run"):
+                train(*args)
+        assert (run / "config.toml").read_text() == text
+
+
 def test_nothing_is_kept_float_where_none_is_asked_for(tmp_path: Path) -> None:
     train(*SMALL, "--keep-float", "none", "--recipe", "unified-int8", "--output-dir", str(tmp_path / "run"))
     assert config_file.read(tmp_path / "run" / "config.toml").keep_float == ("none",)

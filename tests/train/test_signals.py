@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(folder: Path, *args: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(SCRIPT), *args, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=7200, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -41,7 +41,7 @@ def undisturbed(folder: Path) -> str:
     code += f"folder = pathlib.Path({str(folder)!r})\n"
     code += "assert signal_days.wait(signal_days.begin(folder, 'whole', '0')) == 0\n"
     code += "print(signal_days.Run(folder, 'whole').end())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=2000)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,5 +71,5 @@ def _commands(runs: Sequence[Path]) -> list[str]:
     commands = []
     for run in runs:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            commands.append(str(json.loads((run / SUMMARY).read_bytes())["command"]))
+            commands.append(str(files.from_json((run / SUMMARY).read_bytes())["command"]))
     return list(dict.fromkeys(commands))

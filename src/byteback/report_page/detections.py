@@ -7,7 +7,6 @@ Runs of older versions do not have this file. A file that exists must be complet
 from __future__ import annotations
 
 import base64
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from byteback.report_page.numbers import mean, short
 from byteback.report_page.runs import Record, RunMember
+from byteback.train.checkpoints.files import from_json
 from byteback.train.detect.showcase import FORMAT, NAME
 
 OVERLAPS = ("50", "50-95")
@@ -57,7 +57,7 @@ def read(member: RunMember) -> Record | None:
     if not path.exists():
         return None
     try:
-        record = json.loads(path.read_bytes())
+        record = from_json(path.read_bytes())
         version = record["format"]
         if version == FORMAT:
             _check(record)

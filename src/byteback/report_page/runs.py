@@ -8,12 +8,12 @@ cannot be read raises an error that names the file.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from byteback.train.checkpoints.files import from_json
 from byteback.train.loop import HISTOGRAMS, METRICS
 from byteback.train.results import result_of
 from byteback.train.side_by_side import SUMMARY
@@ -81,7 +81,7 @@ def _as_asked(run: Path) -> Callable[[Path], int]:
     """Returns a sort key for the order in which the members are trained, if the summary of the run can be read."""
     order: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        summary = json.loads((run / SUMMARY).read_bytes())
+        summary = from_json((run / SUMMARY).read_bytes())
         order = {str(member["folder"]): i for i, member in enumerate(summary["members"])}
     return lambda path: order.get(str(path.parent.relative_to(run)), len(order))
 
@@ -112,7 +112,7 @@ def read_journal(path: Path) -> list[Record]:
         if not line:
             continue
         try:
-            record = json.loads(line)
+            record = from_json(line)
         except ValueError:
             record = None
         if isinstance(record, dict) and (path.name != METRICS or "kind" in record):

@@ -4,12 +4,14 @@
 A weight that predictions read as int8 is stored as int8, with its clip (`weight.clip`): the largest magnitudes become the clip
 again, so quantizing what is read gives the same integers and the same scale. Other weights and buffers are float32. Of the
 quantizers only the clips that training has tracked are stored. The metadata has the config, the recipe, the classes and the
-preprocessing as JSON.
+preprocessing as JSON, and a checksum of everything, which safetensors itself does not have.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from byteback.train.checkpoints import files
 
 NAME = "best.safetensors"
 FORMAT = 1
-_CLIP, _KEY = ".clip", "byteback"
+_CLIP, _KEY, _SUM = ".clip", "byteback", "sha256"
 _TRACKED = ("quantizers.input.tracked", "quantizers.input.seen")
 
 
@@ -52,8 +54,16 @@ def save(path: Path, model: nn.Module, facts: dict[str, Any]) -> None:
         else:
             tensors[key] = value.detach().contiguous()
     own = {name: value.clone() for name, value in tensors.items()}  # safetensors refuses tensors that share memory
-    data = {"format": FORMAT, "numerics_version": NUMERICS_VERSION, **facts}
-    files.replace(path, safetensors.torch.save(own, {_KEY: json.dumps(data), "format": "pt"}))
+    data = json.dumps({"format": FORMAT, "numerics_version": NUMERICS_VERSION, **facts})
+    files.replace(path, safetensors.torch.save(own, {_KEY: data, _SUM: _checksum(data, own), "format": "pt"}))
+
+
+def _checksum(data: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(data.encode())
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _clip(weight: Tensor, per_channel: bool) -> Tensor:
@@ -76,16 +86,19 @@ def _read(path: Path, any_file: bool = False) -> tuple[dict[str, Any], dict[str,
 
     try:
         with safe_open(path, framework="pt") as file:
-            known = (file.metadata() or {}).get(_KEY)
+            metadata = file.metadata() or {}
+            known = metadata.get(_KEY)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no dict
     except FileNotFoundError as error:
         raise ValueError(f"{path}: no such file.") from error
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:  # the last: a header that is not UTF-8
         raise ValueError(f"{path}: the file is damaged, or no safetensors: {error}.") from error
     if known is None:
         if any_file:
             return {}, tensors
         raise ValueError(f"{path}: this file was not written by byteback, so it is unknown which network its weights are for.")
+    if metadata.get(_SUM) not in (None, _checksum(known, tensors)):  # files written before there was one have none
+        raise ValueError(f"{path}: the file is damaged: its checksum is wrong. Copy it again, or use best.pt.")
     about: dict[str, Any] = json.loads(known)
     if about["format"] > FORMAT:
         raise Newer(

@@ -256,9 +256,9 @@ def _check_ranges(config: TrainConfig) -> None:
         raise ValueError(f"train: --momentum is {config.momentum}; it must be less than 1, or the weights grow without limit.")
     if config.lr_gamma <= 0.0:
         raise ValueError(f"train: --lr-gamma is {config.lr_gamma}; it must be positive, or the learning rate is not.")
-    for name in ("output_dir", "resume", "data_path"):
+    for name in ("data", "output_dir", "resume", "data_path", "weights", "backbone", "backbone_checkpoint", "model", "config"):
         if getattr(config, name) == "":
-            raise ValueError(f"train: {_flag(name)} is empty; give a path, or remove the flag.")
+            raise ValueError(f"train: {_flag(name)} is empty; give a value, or remove the flag.")
     if config.warmup_epochs and config.epochs and config.warmup_epochs > config.epochs:
         raise ValueError(
             f"train: --warmup-epochs is {config.warmup_epochs:g}, but the training has {config.epochs} epochs, so the learning "

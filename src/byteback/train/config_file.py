@@ -46,7 +46,7 @@ def from_command_line(args: Sequence[str]) -> TrainConfig:
     if run is not None:
         if file is not None:
             raise ValueError("train: --resume uses the config.toml of the run, so --config cannot be given. Remove it.")
-        stored = read(run_folder(run) / NAME)
+        stored = _of_run(run_folder(run) / NAME)
         config = tyro.cli(TrainConfig, default=stored, args=args, prog="byteback train")
         _refuse_changes(stored, config)
         if _value(args, "--output-dir") is not None:
@@ -62,10 +62,18 @@ def _go_on_or_start(args: Sequence[str], default: TrainConfig) -> TrainConfig:
     folder = Path(asked.output_dir) if asked.output_dir is not None else default_folder(asked)
     if not (folder / NAME).is_file():
         return dataclasses.replace(asked, resume=None, output_dir=str(folder))
-    stored = read(folder / NAME)
+    stored = _of_run(folder / NAME)
     # Both sides are complete: what was stored is, and a default value that has changed since then counts as a change.
     _refuse_changes(stored.complete(), asked.complete())
     return _joined(stored, asked.complete(), folder)
+
+
+def _of_run(path: Path) -> TrainConfig:
+    """Reads the config that a run has written: every value is there."""
+    stored = read(path)
+    if stored.model is None:
+        raise ValueError(f"{path}: this file is empty or not that of a run: it names no model. Restore it.")
+    return stored
 
 
 def _joined(stored: TrainConfig, config: TrainConfig, folder: Path) -> TrainConfig:

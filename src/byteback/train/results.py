@@ -35,6 +35,16 @@ def member_result(member: Member, run: Path) -> dict[str, Any]:
 
 def result_of(records: Sequence[dict[str, Any]], recipe: str, seed: int, folder: Path, run: Path) -> dict[str, Any]:
     """Returns the result of the member in `folder`, from the records of its journal."""
+    try:
+        return _result_of(records, recipe, seed, folder, run)
+    except (KeyError, TypeError) as error:
+        raise files.Damaged(
+            f"{folder / METRICS} has a record without a field that it must have ({error}): the file is damaged. Restore it, or "
+            "remove the folder of the member to train it again."
+        ) from error
+
+
+def _result_of(records: Sequence[dict[str, Any]], recipe: str, seed: int, folder: Path, run: Path) -> dict[str, Any]:
     start = next((record for record in records if record.get("kind") == "start"), {})
     epochs = [record for record in records if record.get("kind") == "epoch"]
     last = epochs[-1] if epochs else {}

@@ -266,7 +266,7 @@ def summarize(config: TrainConfig, folder: Path, members: list[Member], images: 
 def _first_command(folder: Path) -> str:
     """Returns the command that started the run. A command that resumed it would not reproduce it."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((folder / SUMMARY).read_bytes())["command"])
+        return str(files.from_json((folder / SUMMARY).read_bytes())["command"])
     return shlex.join(["byteback", *sys.argv[1:]])
 
 

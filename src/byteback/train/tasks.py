@@ -68,7 +68,7 @@ def check(config: TrainConfig, images: Data) -> int:
         channels = networks.channels_for(config.model, images.channels)
         parameters = networks.check(config.model, images.image_size, images.classes, channels, images.frames)
     for variant in config.variants():
-        if variant.recipe is not None or config.freeze:
+        if variant.recipe is not None or config.weights or config.freeze:
             weights.freeze(build(config, variant.recipe, images, begun), config.freeze)
     torch.set_rng_state(random)
     return parameters

@@ -26,6 +26,7 @@ from byteback.suggestions import unknown
 
 FLOAT = "float32"
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f/\\+,:%]")
+_FILES = ("config.toml", "summary.json", "report.html")  # of a run, beside the folders of its members
 _LONGEST = 200  # bytes in the name of a folder; file systems take 255
 Tables = Mapping[str, Mapping[str, Any]]
 
@@ -41,7 +42,7 @@ class Variant:
     def folder(self) -> str:
         """The name as the name of a folder: "+" between its parts, and %XX for what a name of a folder should not have.
 
-        Two names never share a folder, and none leaves the folder of the run.
+        Two names never share a folder, and none leaves the folder of the run or has the name of one of its files.
 
         >>> Variant("unified-int8:period=100,strict=true", None).folder
         'unified-int8+period=100+strict=true'
@@ -51,6 +52,8 @@ class Variant:
         base, colon, options = self.name.partition(":")
         parts = [base, *options.split(",")] if colon else [base]
         name = "+".join(_UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", part) for part in parts)
+        if name in _FILES:
+            return name.replace(".", "%2E")
         return re.sub(r"^\.+", lambda found: "%2E" * len(found[0]), name)
 
 

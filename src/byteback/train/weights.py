@@ -88,10 +88,10 @@ def _of_file(path: Path) -> Any:
         ) from error
     except ImportError:
         raise
-    except compact.Newer as error:
-        raise ValueError(f"train: --weights {error}") from error
     except Exception as error:  # zipfile, pickle, torch and safetensors raise different errors for a damaged file
-        reason = (str(error).strip() or repr(error)).splitlines()[0].removeprefix(f"{path}: ").rstrip(".")
+        if str(error).startswith(f"{path}: "):  # one of ours
+            raise ValueError(f"train: --weights {error}") from error
+        reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
         raise ValueError(f"train: --weights {path}: the file cannot be read as weights: {reason[:200]}.") from error
     return _tested(path, contents) if isinstance(contents, dict) and "progress" in contents else contents
 

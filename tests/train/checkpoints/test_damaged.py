@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def test_a_damaged_journal_is_an_error_of_its_member(how: str, run: Path) -> Non
         train("--resume", str(run))
 
 
+@pytest.mark.parametrize("how", ["deep", "no field"])
+def test_records_that_nobody_wrote_are_no_traceback(how: str, finished: Path, run: Path) -> None:
+    metrics, summary = run / "plain-int8" / "seed0" / "metrics.jsonl", run / "summary.json"
+    summary.write_text("[" * 100_000)
+    if how == "deep":
+        metrics.write_text(metrics.read_text() + "[" * 100_000 + "\n")
+        assert train("--resume", str(run))[0] == 0 and ends(run) == ends(finished)
+    else:
+        metrics.write_text(metrics.read_text().replace('"images_per_second"', '"images"'))
+        with pytest.raises(ValueError, match=r"metrics\.jsonl has a record without a field .*images_per_second"):
+            train("--resume", str(run))
+
+
 class _Hostile:
     def __reduce__(self) -> object:
         return os.system, ("touch hostile-code-ran",)
@@ -77,9 +91,18 @@ def test_a_hostile_checkpoint_is_called_so_and_not_run(run: Path, tmp_path: Path
         checkpoint.load(path)
     assert "weights_only" not in str(error.value) and not Path("hostile-code-ran").exists()
     path.write_bytes(pickle.dumps({"progress": _Hostile()}))
-    with pytest.raises(ValueError) as error:
-        checkpoint.load(path)
-    assert "weights_only" not in str(error.value) and not Path("hostile-code-ran").exists()
+    old = tmp_path / "old.pt"
+    torch.save({"progress": _Hostile()}, old, _use_new_zipfile_serialization=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PyTorch would ask to file an issue
+        for file in (path, old):
+            with pytest.raises(ValueError, match=r"contains the Python object posix\.system.*could run code"):
+                checkpoint.load(file)
+    assert not Path("hostile-code-ran").exists()
+    for damaged in (old.read_bytes()[:40], b"\x80\x04" + b"x" * 50, b"nothing"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.pt: the checkpoint is damaged or truncated"):
+            checkpoint.load(path)
 
 
 @pytest.mark.parametrize("name", ["config", "random", "lengths", "progress", "optimizer", "format"])

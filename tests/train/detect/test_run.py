@@ -20,7 +20,7 @@ pytest.importorskip("PIL")
 import byteback
 from byteback import torchvision_compat
 from byteback.nn import Int8Layer
-from byteback.train import predict, tasks
+from byteback.train import compact, predict, tasks
 from byteback.train.checkpoints.files import read_lines
 from byteback.train.config import TrainConfig
 from byteback.train.detect import networks, run
@@ -129,6 +129,11 @@ def test_a_backbone_checkpoint_is_taken_over_with_frozen_norms_that_fuse(tmp_pat
     config = dataclasses.replace(config, backbone_checkpoint=str(file))
     model: Any = run.build(config, None, 3)
     assert torch.equal(model.backbone.body.layer4[1].conv2.weight, classifier.layer4[1].conv2.weight)
+    compact.save(tmp_path / compact.NAME, byteback.prepare(classifier, "plain-int8"), {"classes": 2})
+    other: Any = run.build(dataclasses.replace(config, backbone_checkpoint=str(tmp_path / compact.NAME)), None, 3)
+    weight = classifier.layer4[1].conv2.weight.detach()
+    step = float(weight.abs().max()) / 127  # int8 weights become floats again
+    assert 0.0 < float((other.backbone.body.layer4[1].conv2.weight - weight).abs().max()) <= 0.51 * step
     assert not model.backbone.body.layer1[0].conv1.weight.requires_grad
     assert model.backbone.body.layer2[0].conv1.weight.requires_grad
     assert type(model.backbone.body.bn1).__name__ == "FrozenBatchNorm2d"

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from byteback.train import data
+from byteback.train.config import TrainConfig
 from byteback.train.ranks import setup
+from byteback.train.ranks.world import World
 from small_runs import picture_folder
 
 
@@ -47,3 +50,33 @@ def test_images_in_memory_are_known_by_their_pixels_and_labels() -> None:
     assert setup._fingerprint(part) == setup._fingerprint(whole.train), "the number of images is compared beside it"
     for other in (pixel, label):
         assert setup._fingerprint(other.train) != setup._fingerprint(whole.train)
+
+
+class _Two(World):
+    """Rank 0 of two; `other` is what rank 1 has in another way."""
+
+    size = 2
+
+    def __init__(self, **other: Any) -> None:
+        self.other = other
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, {**value, **self.other}]
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("PyTorch", "1.0"),
+        ("--histogram-every", 0),
+        ("--test-only", True),
+        ("--epochs", 99),
+        ("--recipe", ("float32",)),
+        ("--seed", (7,)),
+    ],
+)
+def test_whatever_ranks_must_agree_on_is_compared(what: str, value: object) -> None:
+    config, images = TrainConfig(), data.load("digits")
+    setup.check(_Two(), config.complete(), images)
+    with pytest.raises(ValueError, match=f"rank 1 has another {what} than rank 0: "):
+        setup.check(_Two(**{what: value}), config.complete(), images)

@@ -23,9 +23,9 @@ AGAIN = ("--checkpoint-seconds", "0", "--resume", "auto")
 
 def test_a_missing_rank_is_named_and_all_that_came_end(tmp_path: Path) -> None:
     port = free_port()
-    here, there = ended([by_hand(tmp_path, rank, port, "--rank-timeout", "5", ranks=3) for rank in range(2)])
+    here, there = ended([by_hand(tmp_path, rank, port, "--rank-timeout", "10", ranks=3) for rank in range(2)])
     assert here[0] == there[0] == 1 and there[1] == ""
-    assert "rank 2 of 3 processes did not come to 127.0.0.1" in here[1] and "within 5 s" in here[1], here[1]
+    assert "rank 2 of 3 processes did not come to 127.0.0.1" in here[1] and "within 10 s" in here[1], here[1]
     assert here[1].count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
@@ -45,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that nobody disturbed."""
     cwd = tmp_path_factory.mktemp("whole")
     process = torchrun(cwd, *SMALL, *RECIPE, "--output-dir", "run")
-    _, error = process.communicate(timeout=300)
+    _, error = process.communicate(timeout=900)
     assert process.returncode == 0, error
     return cwd / "run"
 
@@ -81,7 +81,7 @@ def test_twenty_runs_with_a_rank_killed_at_a_random_moment(whole: Path, tmp_path
             time.sleep(draw.random() * 0.05)
             for victim in draw.sample(children(process), 1) if children(process) else []:
                 kill(victim, signal.SIGKILL)
-        _, error = process.communicate(timeout=300)
+        _, error = process.communicate(timeout=900)
         assert process.returncode == 0, (number, error)
         assert "Traceback" not in error.replace("torch/distributed", ""), (number, error)
         restarted += "-9" in error
@@ -99,12 +99,12 @@ def test_a_signal_stops_all_ranks_at_one_step_and_another_number_goes_on(ranks: 
     process = torchrun(tmp_path, *SMALL, *RECIPE, "--output-dir", "run")
     wait_for(process, run, 6)
     kill(children(process)[1], signal.SIGUSR1)  # not the rank that writes
-    out, _ = process.communicate(timeout=300)
+    out, _ = process.communicate(timeout=900)
     assert process.returncode != 0 and "Stopped; everything is saved" in out
     stopped = checkpoint.load(member(run) / "last.pt")["progress"]["step"]
     assert 0 < stopped < 24
     process = torchrun(tmp_path, "--resume", "run", ranks=ranks)
-    out, error = process.communicate(timeout=300)
+    out, error = process.communicate(timeout=900)
     assert process.returncode == 0, error
     assert f"The run was started with 2 processes and goes on with {ranks}. A step still has 120 images" in out
     records = read_lines(member(run) / "metrics.jsonl")
@@ -115,11 +115,11 @@ def test_a_signal_stops_all_ranks_at_one_step_and_another_number_goes_on(ranks: 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     port = free_port()
-    processes = [by_hand(tmp_path, rank, port, "--rank-timeout", "20", "--output-dir", "run") for rank in range(2)]
+    processes = [by_hand(tmp_path, rank, port, "--rank-timeout", "120", "--output-dir", "run") for rank in range(2)]
     wait_for(processes[0], tmp_path / "run", 4)
     processes[1].send_signal(signal.SIGSTOP)
     try:
-        _, error = processes[0].communicate(timeout=120)
+        _, error = processes[0].communicate(timeout=600)
     finally:
         processes[1].kill()
     assert processes[0].returncode == 1 and f"process {processes[1].pid}) did not answer in unified-int8 seed 0" in error, error

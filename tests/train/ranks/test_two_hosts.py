@@ -59,13 +59,13 @@ def on(cwd: Path, host: int, *args: str) -> subprocess.Popen[str]:
 
 def test_two_hosts_train_one_run_and_a_cut_cable_loses_nothing(hosts: None, tmp_path: Path) -> None:
     together = torchrun(tmp_path, *SMALL, *RECIPE, "--output-dir", "one-host")
-    _, error = together.communicate(timeout=300)
+    _, error = together.communicate(timeout=900)
     assert together.returncode == 0, error
     for code, error in ended([on(tmp_path, host, "--output-dir", "two-hosts") for host in range(2)]):
         assert code == 0, error
     assert sha(tmp_path / "two-hosts") == sha(tmp_path / "one-host")
 
-    args = ("--output-dir", "cut", "--resume", "auto", "--checkpoint-seconds", "0", "--rank-timeout", "30")
+    args = ("--output-dir", "cut", "--resume", "auto", "--checkpoint-seconds", "0", "--rank-timeout", "150")
     machines = [on(tmp_path, host, *args) for host in range(2)]
     wait_for(machines[0], tmp_path / "cut", 8)
     ip("-n", NAMES[0], "link", "set", CABLE, "down")

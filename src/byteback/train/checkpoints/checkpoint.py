@@ -14,12 +14,15 @@ Learning rate, data order and augmentation are functions of seed, step, epoch an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 import pickle
+import pickletools
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -133,16 +136,21 @@ def read(path: Path, advice: str = "Choose another file.") -> Any:
                 raise zipfile.BadZipFile(f"the checksum of {wrong} is wrong")
         else:
             _check_by_name(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickles that torch.save did not write
+            return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise Damaged(f"{path}: no such checkpoint.") from error
     except OSError as error:
         raise Damaged(f"{path}: the checkpoint cannot be read: {error.strerror or error}. {advice}") from error
     except pickle.UnpicklingError as error:
-        if "Weights only load failed" not in str(error) or not zipfile.is_zipfile(path):
-            raise Damaged(f"{path}: the checkpoint is damaged or truncated. {advice}") from error
         found = re.search(r"GLOBAL (\S+)", str(error))  # PyTorch's own message advises to load the file all the same
-        what = f"the Python object {found[1]}" if found else "Python objects"
+        if zipfile.is_zipfile(path):
+            what = f"the Python object {found[1]}" if found else "Python objects"
+        elif foreign := _foreign(path):
+            what = f"the Python object {foreign}"
+        else:
+            raise Damaged(f"{path}: the checkpoint is damaged or truncated. {advice}") from error
         raise Damaged(
             f"{path}: the file contains {what}, not only tensors and plain data. Loading it could run code that somebody "
             f"else has put there, so it is not loaded. {advice}"
@@ -150,6 +158,21 @@ def read(path: Path, advice: str = "Choose another file.") -> Any:
     except Exception as error:  # zipfile and torch raise different errors for a damaged file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise Damaged(f"{path}: the checkpoint is damaged or truncated: {reason}. {advice}") from error
+
+
+def _foreign(path: Path) -> str:
+    """Returns the first function or class that a bare pickle names and torch.load does not know, or "". Nothing is run."""
+    texts: list[str] = []
+    with contextlib.suppress(Exception), open(path, "rb") as file:  # pickletools raises different errors for other files
+        while True:  # torch.save wrote several pickles, one after the other
+            for code, value, _ in pickletools.genops(file):
+                if isinstance(value, str):
+                    texts.append(value)
+                if code.name in ("GLOBAL", "STACK_GLOBAL"):
+                    module, name = texts[-1].split(" ") if code.name == "GLOBAL" else texts[-2:]
+                    if module.partition(".")[0] not in ("torch", "collections"):
+                        return f"{module}.{name}"
+    return ""
 
 
 def _check_by_name(path: Path) -> None:

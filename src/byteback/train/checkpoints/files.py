@@ -160,13 +160,21 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: the file cannot be read: {error.strerror or error}.") from error
 
 
+def from_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text. Raises a ValueError also for lists in lists in lists."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its lists are nested too deeply") from error
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a journal without an incomplete last line."""
     records = []
     if path.exists():
         for line in path.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError):  # also for text that is not UTF-8
-                record = json.loads(line)
+                record = from_json(line)
                 if isinstance(record, dict):
                     records.append(record)
     return records

@@ -20,6 +20,8 @@ def read(path: Path | str) -> Any:
 
 def problem(path: Path | str) -> str:
     """Returns what is wrong with an image file, or "". All of it is decoded, JPEGs at an eighth of their size."""
+    if Path(path).exists() and not Path(path).is_file():
+        return f"{path} cannot be read as an image: it is not a file."  # a pipe would wait for a writer
     try:
         _opened(path, _decoded)
     except Unreadable as error:

@@ -119,7 +119,7 @@ def _cache(name: str) -> Path:
 
 def _known(cache: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        known = json.loads(cache.read_bytes())
+        known = files.from_json(cache.read_bytes())
         if isinstance(known, dict) and all(isinstance(entry, list) and len(entry) == 2 for entry in known.values()):
             return known
     return {}

@@ -8,7 +8,6 @@ Classes are the categories in the order of their ids. Boxes around crowds are us
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,8 @@ def _file(path: Path, split: str) -> Path:
 def _read(file: Path) -> dict[str, Any]:
     text = files.read_text(file)
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the second: lists in lists in lists
+        data = files.from_json(text)
+    except ValueError as error:
         raise ValueError(f"{file}: this is not JSON: {error}.") from error
     lists = {key: data.get(key) if isinstance(data, dict) else None for key in ("images", "annotations", "categories")}
     for key, entries in lists.items():

@@ -18,6 +18,7 @@ from torch import nn
 
 from byteback.suggestions import unknown
 from byteback.torchvision_compat import load
+from byteback.train import compact
 from byteback.train.checkpoints import checkpoint
 from byteback.train.config import float_layers
 
@@ -130,7 +131,10 @@ def _ssd(detection: Any, backbone: str, classes: int, image_size: int, checkpoin
 
 def _load_backbone(body: nn.Module, name: str, path: Path) -> None:
     """Loads the weights of the classifier `name` into the backbone of a detector, without its head and quantizers."""
-    contents = checkpoint.read(path, "It cannot be used for --backbone-checkpoint.")
+    if path.suffix == ".safetensors":
+        contents: Any = compact.read_state(path)
+    else:
+        contents = checkpoint.read(path, "It cannot be used for --backbone-checkpoint.")
     state = contents.get("model", contents) if isinstance(contents, dict) else None
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise ValueError(f"{path}: this is not a checkpoint of a network: it contains no state dict.")

@@ -10,6 +10,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import byteback
 from byteback.train import config_file
 from byteback.train.config import TrainConfig
@@ -25,8 +27,10 @@ def check(world: World, config: TrainConfig, images: Data) -> None:
     if world.size == 1:
         return
     facts = {
-        "code of byteback": _code(),
+        **{"code of byteback": _code(), "PyTorch": torch.__version__},
         **{f"--{name.replace('_', '-')}": value for name, value in config_file.settings(config).items()},
+        # These change no number, but when the ranks talk to each other.
+        **{"--histogram-every": config.histogram_every, "--test-only": config.test_only},
         **{"--recipe": config.recipe, "definition of a recipe": str(config.recipes), "--seed": config.seed},
         "state of --resume": config.resume is not None,
         "training images": f"{len(images.train)} ({_fingerprint(images.train)})",
