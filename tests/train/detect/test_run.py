@@ -133,7 +133,7 @@ def test_a_backbone_checkpoint_is_taken_over_with_frozen_norms_that_fuse(tmp_pat
     other: Any = run.build(dataclasses.replace(config, backbone_checkpoint=str(tmp_path / compact.NAME)), None, 3)
     weight = classifier.layer4[1].conv2.weight.detach()
     step = float(weight.abs().max()) / 127  # int8 weights become floats again
-    assert 0.0 < float((other.backbone.body.layer4[1].conv2.weight - weight).abs().max()) <= 0.51 * step
+    assert 0.0 < float((other.backbone.body.layer4[1].conv2.weight.detach() - weight).abs().max()) <= 0.51 * step
     assert not model.backbone.body.layer1[0].conv1.weight.requires_grad
     assert model.backbone.body.layer2[0].conv1.weight.requires_grad
     assert type(model.backbone.body.bn1).__name__ == "FrozenBatchNorm2d"
