@@ -74,7 +74,7 @@ bool direct_beats_winograd(const ConvShape& shape, ProductKind kind) {
 // Zen 5 with full-width vectors, two threads, as times of the matrix product, images of 8x8 to 56x56:
 //
 //     3x3 with stride 2      16 channels to 32: 2 to 4    32 to 64: 1.4 to 2    64 to 128: 1.0 to 1.9    96 and 128: 1.2 to 1.4
-//     5x5, 1x7, 7x1          16 channels 3.4 to 7         32: 1.9 to 3          48 to 64: 1.5 to 1.7     96 and 128: 1.05 to 1.2
+//     5x5, 1x7, 7x1          16 channels 3.4 to 7         32: 1.9 to 3       48 to 64: 1.5 to 1.7    96 and 128: 1.05 to 1.2
 //     1x1                    16 channels 1.4 to 6         16 to 64: 1.1 to 3    64: 1.1 to 1.6 (images of 14x14 and more)
 //
 // and slower where a row has few quads (outputs of 2x2: 0.4 to 0.9; of 4x4: 1.0 with 64 channels, 0.85 with 128), and where the
@@ -87,9 +87,9 @@ bool direct_grad_weight_beats_gemm(const ConvShape& shape) {
     return products <= 2048 || (lines * row > 16 && 4 * row >= 3 * round_up(row, 4));
 }
 
-// As times of Winograd, images of 10x10 to 56x56: 16 channels 1.15 to 1.5, 16 to 32 and 64 1.1 to 1.4, 32 1.0 to 1.4; with 48 and
-// 64 channels 1.1 to 1.3 where Winograd's tiles are not all used (10x10, 14x14, 17x17), else 0.9 to 1.1. Images of up to 8x8:
-// 0.7 to 1.05.
+// As times of Winograd, images of 10x10 to 56x56: 16 channels 1.15 to 1.5, 16 to 32 and 64 1.1 to 1.4, 32 1.0 to 1.4; with 48
+// and 64 channels 1.1 to 1.3 where Winograd's tiles are not all used (10x10, 14x14, 17x17), else 0.9 to 1.1. Images of up to
+// 8x8: 0.7 to 1.05.
 bool direct_grad_weight_beats_winograd(const ConvShape& shape) {
     const s64 C = shape.in_channels, K = shape.out_channels, least = C < K ? C : K, row = shape.out[2], lines = shape.out[1];
     if ((C > K ? C : K) > 64 || row < 9 || lines < 9 || 36 * C * K > 200 * shape.batch * lines * row) return false;

@@ -4,9 +4,9 @@
 //
 //     dw[k, r, s, c] = Σ_p g[p, k] · x[p * stride + (r, s), c]
 //
-// A multiply instruction sums 4 bytes, which here are 4 pixels of an output row that lie side by side: a quad. Both operands are
-// stored by quads, x once for each horizontal tap s, because a tap moves x by pixels. A vertical tap r only moves to another
-// row, and so needs no copy. The last quad of a row may have pixels that do not exist: g is 0 there.
+// A multiply instruction sums 4 bytes, which here are 4 pixels of an output row that lie side by side: a quad. Both operands
+// are stored by quads, x once for each horizontal tap s, because a tap moves x by pixels. A vertical tap r only moves to
+// another row, and so needs no copy. The last quad of a row may have pixels that do not exist: g is 0 there.
 //
 //   x    [image][s][panel of 16 channels][row modulo stride][row][quad][16 channels][4 pixels], as x + 128
 //   g    [8 filters][image][row][quad][8 filters][4 pixels]

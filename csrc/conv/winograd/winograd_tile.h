@@ -31,8 +31,8 @@ struct Ahead {
     s64 step;
 };
 
-// How often a multiply with one panel is done in one call, and how far it moves on each time: `a` in bytes, `b` and the products
-// in values.
+// How often a multiply with one panel is done in one call, and how far it moves on each time: `a` in bytes, `b` and the
+// products in values.
 struct Repeat {
     s64 count = 1, a = 0, b = 0, products = 0;
 };

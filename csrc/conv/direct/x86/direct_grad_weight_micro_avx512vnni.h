@@ -127,8 +127,8 @@ struct DirectQuads {
         if constexpr (kColumn > 2) multiply_add(sums[2], inputs[2], quad);
     }
 
-    // sums[filter * columns + column]. Whatever indexes them is a constant, from a pack and not from a loop, else gcc keeps them
-    // in memory.
+    // sums[filter * columns + column]. Whatever indexes them is a constant, from a pack and not from a loop, else gcc keeps
+    // them in memory.
     template <int kColumn, int... kFilter, int... kSum>
     static inline __attribute__((always_inline)) void multiply_block(std::integer_sequence<int, kFilter...>,
                                                                      std::integer_sequence<int, kSum...>,

@@ -9,9 +9,9 @@
 //     3        8      11
 //     4        6      10
 //
-// A CPU with full-width 512-bit units begins two multiplies in a cycle and two loads. With one panel every multiply reads its pair
-// of `a` from memory, so the loads decide: on Zen 5 it reaches 70 % of the peak, blocks of several panels 90 to 95 %. A CPU
-// that splits 512-bit instructions begins one multiply in a cycle, and is as fast with any of these blocks.
+// A CPU with full-width 512-bit units begins two multiplies in a cycle and two loads. With one panel every multiply reads its
+// pair of `a` from memory, so the loads decide: on Zen 5 it reaches 70 % of the peak, blocks of several panels 90 to 95 %. A
+// CPU that splits 512-bit instructions begins one multiply in a cycle, and is as fast with any of these blocks.
 #pragma once
 
 #include <immintrin.h>
@@ -33,8 +33,8 @@ struct RowSteps {
     s64 odd(int count) const { return count == 1 ? one : count == 3 ? three : count == 5 ? five : seven; }
 };
 
-// sum[j] += a[0] * b[0][j] + a[1] * b[1][j] for 16 columns j, where a is row kRow (0 to 7) counted from `a`. In assembly, or gcc
-// 12 would keep sums in memory and calculate every address by itself.
+// sum[j] += a[0] * b[0][j] + a[1] * b[1][j] for 16 columns j, where a is row kRow (0 to 7) counted from `a`. In assembly, or
+// gcc 12 would keep sums in memory and calculate every address by itself.
 template <int kRow>
 __attribute__((always_inline)) inline void multiply_pair(__m512i& sum, __m512i b, const char* a, const RowSteps& step) {
     if constexpr (kRow == 0)

@@ -132,8 +132,7 @@ def _of_frozen(x: Tensor, weight: Tensor, bias: Tensor | None, added: ops.Residu
             return None
         calls.keep(key, known)
     _, x_q = source.int8(known.clip)
-    assert x_q.counts is not None
-    if x_q.counts.tolist()[1]:  # NaN or Inf, which the quantizer of the input refuses
+    if not known.plan.can_read(x_q):
         return None
     saw_input(layer, call.slot, x_q.values)
     operands = x_q, known.w
@@ -141,7 +140,7 @@ def _of_frozen(x: Tensor, weight: Tensor, bias: Tensor | None, added: ops.Residu
 
 
 def _learnt(mark: Any, given: list[Tensor], added: ops.Residual, stages: Any) -> Known | None:
-    """Returns what is the same in each prediction; None if the weight or the clip is not."""
+    """Returns what is the same in each prediction; None if the weight or the clip is not, or without a plan."""
     call = stages.call
     layer, weight = call.layer, given[0]
     clip = known_clip(layer, call.slot)
@@ -149,6 +148,6 @@ def _learnt(mark: Any, given: list[Tensor], added: ops.Residual, stages: Any) ->
         return None
     w = layer.int8_frozen.weight(layer, weight)
     a, b, plan, spec = _made(w, norm_as_given(layer, stages.norm, call.bias, weight), added, stages)
-    if plan is not None:
-        plan = plan.bound(w, a, b)
-    return Known(mark, [tensor.detach() for tensor in given], call.products, clip, w, a, b, plan, spec)
+    if plan is None:
+        return None
+    return Known(mark, [tensor.detach() for tensor in given], call.products, clip, w, a, b, plan.bound(w, a, b), spec)

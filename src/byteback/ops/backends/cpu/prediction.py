@@ -78,6 +78,10 @@ class Prediction:
         q = None if integers is None else QTensor(_tensor_of(integers), _tensor_of(one), _tensor_of(counts))
         return Normalized(q, None if floats is None else _tensor_of(floats))
 
+    def can_read(self, x: QTensor) -> bool:
+        """Whether an input that was just quantized has no NaN or Inf, which the quantizer of the input refuses."""
+        return x.counts is not None and not x.counts.tolist()[1]
+
     def bound(self, w: QTensor, a: Tensor, b: Tensor) -> Prediction:
         """Returns this plan for operands that stay the same and that nobody writes to: they are checked once."""
         made = copy.copy(self)
