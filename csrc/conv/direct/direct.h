@@ -118,7 +118,7 @@ private:
         }
     }
 
-    // The source's rows first .. last-1 of an image, with zeros wherever there is none.
+    // The source's rows first .. last-1 of an image, with zeros where there is none.
     void copy_source(s64 n, s64 first, s64 last, char* to) const {
         const s64 before = std::clamp<s64>(-low[1], 0, width);
         const s64 inside = std::clamp<s64>(columns - low[1], before, width) - before, line = width * pixel;

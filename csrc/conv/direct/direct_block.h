@@ -2,7 +2,7 @@
 // What the multiply kernel of the direct convolution (x86/direct_micro_*.h) multiplies: a few pixels of the result by 16 or
 // 32 of its channels, summed over the taps and the channels of the source.
 //
-// The source lies in rows of pixels, with zeros around the image. A tap is a distance in it that is the same for every pixel,
+// The source is rows of pixels, with zeros around the image. A tap is a distance in it that is the same for every pixel,
 // and taps side by side are one stretch of bytes:
 //
 //        A  [row][column][channel], 4 channels to a step
@@ -23,7 +23,7 @@ struct TapStretch {
 
 constexpr int kMostGroups = 6;
 
-// Pixels come in groups of 4 or 7 that lie side by side, the last of which may have fewer; a group may lie anywhere.
+// Pixels come in groups of 4 or 7 that are side by side, the last of which may have fewer; a group may be anywhere.
 struct DirectBlock {
     const char* A[kMostGroups];  // of the first pixel of each group
     f32* to[kMostGroups];        // its first column

@@ -4,7 +4,7 @@
 //
 //     dw[k, r, s, c] = Σ_p g[p, k] · x[p * stride + (r, s), c]
 //
-// A multiply instruction sums 4 bytes, which here are 4 pixels of an output row that lie side by side: a quad. Both operands
+// A multiply instruction sums 4 bytes, which here are 4 pixels of an output row that are side by side: a quad. Both operands
 // are stored by quads, x once for each horizontal tap s, because a tap moves x by pixels. A vertical tap r only moves to
 // another row, and so needs no copy. The last quad of a row may have pixels that do not exist: g is 0 there.
 //

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// grad_input with a stride: which of its pixels meet the same taps, and taps that lie side by side.
+// grad_input with a stride: which of its pixels meet the same taps, and taps that are side by side.
 #pragma once
 
 #include <vector>

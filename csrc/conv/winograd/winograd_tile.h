@@ -13,7 +13,7 @@ constexpr int kPanel = 16;                       // columns that are multiplied 
 constexpr s64 kTile = s64{kPositions} * kPanel;  // products of one row and one panel: [position][column], a cache line each
 
 // products[i * kTile + panel * products_panel + j] = Σ_pair a[i, pair] · b[panel, pair, j], for at least one pair. Row i of a
-// begins at a + i * row bytes, its next pair is `step` bytes on, so that rows may lie one after the other (output) or
+// begins at a + i * row bytes, its next pair is `step` bytes on, so that rows may be one after the other (output) or
 // interleaved (grad_weight). A panel of b is dense, 64 bytes a pair; the next one is b_panel values on.
 struct Multiply {
     const char* a;

@@ -45,7 +45,7 @@ struct DirectQuads {
         to[0] = turn(_mm512_permutex2var_epi32(a, low, b));
         to[1] = turn(_mm512_permutex2var_epi32(a, high, b));
     }
-    // 16 channels of 4 pixels, which may lie side by side.
+    // 16 channels of 4 pixels, which may be side by side.
     template <bool kDense>
     static __m512i load_one(const char* from, s64 pixel) {
         __m512i v;

@@ -83,7 +83,7 @@ class Prediction:
         return x.counts is not None and not x.counts.tolist()[1]
 
     def bound(self, w: QTensor, a: Tensor, b: Tensor) -> Prediction:
-        """Returns this plan for operands that stay the same and that nobody writes to: they are checked once."""
+        """Returns this plan for operands that stay the same and are not written to: they are checked once."""
         made = copy.copy(self)
         made._kept = self._operands(w, a, b)
         return made
